@@ -1,0 +1,238 @@
+"""Every rule a run must satisfy, and every setting that would do nothing. No JAX.
+
+`check` collects all violations instead of stopping at the first. Each message gives the value, the rule, and the nearest
+legal values.
+"""
+from math import lcm
+from pathlib import Path
+
+from jaxpara.config import BATCH_AXES, BYTES, AXES, Run, fill_auto, resolve, settings_of
+from jaxpara.params import padded_vocab
+
+
+def check(run, typed=frozenset()):
+    """(violations, notes) of a resolved run. typed: the dotted names a user gave in this call, which may not be idle."""
+    mesh = run.mesh
+    wrong = list(_numbers(run))
+    if wrong:
+        return wrong, []
+    auto = mesh.auto
+    if auto:
+        run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
+    for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision, _optimizer):
+        wrong += rule(run)
+    notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
+    for name, value, reason in idle(run):
+        if auto and reason.endswith(f"mesh.{auto} = 1."):
+            continue
+        if name in typed:
+            wrong.append(f"{name} = {value} cannot take effect: {reason} Leave it out, or change what it depends on.")
+        elif value != defaults[name]:
+            notes.append(f"{name} = {value} is idle: {reason}")
+    return wrong, notes + _notes(run)
+
+
+def _rest(mesh):
+    rest = 1
+    for size in mesh.sizes.values():
+        rest *= 1 if size == "auto" else size
+    return rest
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest(value, step):
+    """The multiples of `step` around `value`, as text."""
+    low = value // step * step
+    return f"{low}, {low + step}" if low else f"{step}"
+
+
+def listed(values):
+    return ", ".join(str(value) for value in values)
+
+
+def _numbers(run):
+    positive = ["model.layers", "model.width", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.window",
+                "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "train.batch", "train.seq", "train.microbatches",
+                "train.steps", "model.rope_theta", "model.norm_eps", "optim.eps", "optim.clip", "precision.loss_scale"]
+    positive += [f"mesh.{axis}" for axis in AXES]
+    values = {name: value for name, _, value in settings_of(run)}
+    for name in positive:
+        if values[name] not in (None, "auto") and values[name] <= 0:
+            switch = " (none switches it off)" if name in ("optim.clip", "model.window") else ""
+            yield f"{name} = {values[name]} must be greater than 0{switch}."
+    autos = [axis for axis, size in run.mesh.sizes.items() if size == "auto"]
+    if len(autos) > 1:
+        yield f"mesh.{' and mesh.'.join(autos)} are both auto: one axis can be filled from the device count; give the others numbers."
+    if values["model.vocab"] < 2:
+        yield f"model.vocab = {values['model.vocab']} must be at least 2."
+    for name in [name for name in values if name.startswith("parallel.zero.")]:
+        if values[name] not in (0, 1, 2, 3):
+            yield f"{name} = {values[name]} is not a ZeRO stage. Legal: 0, 1, 2, 3."
+    for name, top in (("model.dropout", 1), ("optim.b1", 1), ("optim.b2", 1), ("optim.momentum", 1)):
+        if not 0 <= values[name] < top:
+            yield f"{name} = {values[name]} must be at least 0 and less than {top}."
+    for name in ("optim.lr", "optim.weight_decay", "optim.warmup", "train.seed"):
+        if values[name] < 0:
+            yield f"{name} = {values[name]} must not be negative."
+    if not 0 <= values["optim.final"] <= 1:
+        yield f"optim.final = {values['optim.final']} is a part of optim.lr: it must be from 0 to 1."
+    if values["train.seed"] >= 2 ** 32:
+        yield f"train.seed = {values['train.seed']} must be less than 2**32."
+
+
+def _unbuilt(run):
+    if run.mesh.pp > 1:
+        yield f"mesh.pp = {run.mesh.pp}: this version has no pipeline schedule yet. Legal: 1."
+    if run.mesh.ep > 1:
+        yield f"mesh.ep = {run.mesh.ep}: ep splits experts and this version has no mixture-of-experts layer yet. Legal: 1 (dp or fsdp split the batch)."
+
+
+def ulysses_degree(run):
+    """Ways that sp splits the heads inside attention: sp (ulysses), sp_ulysses (hybrid), 1 (ring, allgather)."""
+    kind = run.parallel.sp_kind
+    return run.mesh.sp if kind == "ulysses" else (run.parallel.sp_ulysses or 1) if kind == "hybrid" else 1
+
+
+def ring_degree(run):
+    """Ways that sp splits the sequence inside attention."""
+    return run.mesh.sp // ulysses_degree(run)
+
+
+def _heads(run):
+    model, tp = run.model, run.mesh.tp
+    heads, kv = model.heads, model.kv_heads
+    if heads % kv:
+        yield f"model.kv_heads = {kv} does not divide model.heads = {heads} (each KV head serves a whole group). Legal: {listed(divisors(heads))}."
+        return
+    if model.style == "llama" and model.head_dim % 2:
+        yield f"model.head_dim = {model.head_dim} is odd: RoPE rotates pairs. Nearest: {model.head_dim - 1 or 2}, {model.head_dim + 1}."
+    fits = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
+    if heads % tp:
+        yield (f"mesh.tp = {tp} does not divide model.heads = {heads} (each device needs whole heads). "
+               f"Legal tp for {heads} heads, {kv} of them KV: {listed(fits)}.")
+        return
+    if tp not in fits:
+        yield (f"mesh.tp = {tp} does not fit model.kv_heads = {kv}: tp must divide the KV heads, or be a multiple of them "
+               f"(then each KV head is copied to tp / kv_heads devices). Legal tp: {listed(fits)}.")
+        return
+    if run.parallel.sp_kind == "hybrid" and (run.parallel.sp_ulysses is None or run.mesh.sp % run.parallel.sp_ulysses):
+        yield (f"parallel.sp_ulysses = {run.parallel.sp_ulysses} must divide mesh.sp = {run.mesh.sp} when sp_kind = hybrid. "
+               f"Legal: {listed(divisors(run.mesh.sp))}.")
+        return
+    inner, queries, keys = ulysses_degree(run), heads // tp, max(kv // tp, 1)
+    legal = [n for n in divisors(queries) if keys % n == 0 or n % keys == 0]
+    if inner not in legal:
+        name = "mesh.sp" if run.parallel.sp_kind == "ulysses" else "parallel.sp_ulysses"
+        yield (f"{name} = {inner} with mesh.tp = {tp}: Ulysses gives each device whole heads, so {heads} heads must be divisible by "
+               f"tp·{name.split('.')[1]} = {tp * inner} (KV heads, {kv}, are copied if fewer). Legal {name} at this tp: {listed(legal)}.")
+
+
+def _sequence(run):
+    seq, mesh, parallel = run.train.seq, run.mesh, run.parallel
+    border = mesh.sp * (mesh.tp if parallel.tp_sequence else 1)
+    zigzag = parallel.sp_order == "zigzag" and ring_degree(run) > 1
+    step = lcm(border, 2 * ring_degree(run)) if zigzag else border
+    if seq % step:
+        what = [f"mesh.sp = {mesh.sp}"] + [f"mesh.tp = {mesh.tp} (tp_sequence)"] * (border != mesh.sp)
+        what += [f"2·{ring_degree(run)} chunks (zigzag)"] * zigzag
+        plain = f" Without zigzag: multiples of {border}." if zigzag and border != step else ""
+        yield f"train.seq = {seq} must be a multiple of {step}, for {' and '.join(what)}. Nearest: {nearest(seq, step)}.{plain}"
+    if run.model.max_positions is not None and seq > run.model.max_positions:
+        yield f"train.seq = {seq} is longer than model.max_positions = {run.model.max_positions}. Legal: train.seq up to {run.model.max_positions}."
+
+
+def _batch(run):
+    batch, m, mesh = run.train.batch, run.train.microbatches, run.mesh
+    ways = m * mesh.batch
+    if batch % ways:
+        split = " · ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in mesh.live(BATCH_AXES))
+        split = " · ".join(filter(None, [f"train.microbatches {m}", split]))
+        yield (f"train.batch = {batch} must be a multiple of {ways} = {split}: each micro-batch gives every device whole sequences. "
+               f"Nearest: {nearest(batch, ways)}.")
+
+
+def _widths(run):
+    model, tp = run.model, run.mesh.tp
+    if model.ffn % tp:
+        yield f"mesh.tp = {tp} does not divide model.ffn = {model.ffn}. Nearest ffn: {nearest(model.ffn, tp)}; legal tp: {listed(divisors(model.ffn))}."
+    if model.vocab % tp and not run.parallel.pad_vocab:
+        yield (f"model.vocab = {model.vocab} does not split over mesh.tp = {tp}. parallel.pad_vocab = true pads it to "
+               f"{padded_vocab(model, run.mesh)} and masks the padding out of the loss.")
+
+
+def _precision(run):
+    precision = run.precision
+    for name in ("compute", "params"):
+        if getattr(precision, name) == "float16" and precision.loss_scale is None:
+            yield f"precision.{name} = float16 needs precision.loss_scale (for example 1024), or gradients underflow; bfloat16 needs none."
+    master = precision.master
+    if master and BYTES[master] < max(BYTES[precision.params], BYTES[precision.compute]):
+        yield f"precision.master = {master} is narrower than params = {precision.params} or compute = {precision.compute}. Legal: float32, float64."
+    if master in ("bfloat16", "float16"):
+        yield f"precision.master = {master} keeps no more than the weights do. Legal: float32, float64, none."
+    if "float64" not in (precision.params, master) and precision.compute == "float64":
+        yield f"precision.compute = float64 with params = {precision.params} computes in more than it keeps. Legal: params float64."
+
+
+def _optimizer(run):
+    if run.optim.schedule != "constant" and run.optim.warmup >= run.train.steps:
+        yield (f"optim.warmup = {run.optim.warmup} leaves no step for the {run.optim.schedule} schedule of train.steps = {run.train.steps}. "
+               f"Legal: up to {run.train.steps - 1}.")
+
+
+def check_data(run):
+    """Violations that matter only when jaxpara reads the text itself (`train`), not for batches given by the caller."""
+    if run.data.path is not None and not Path(run.data.path).exists():
+        yield f"data.path = {run.data.path}: there is no such file or folder (seen from {Path.cwd()})."
+    if run.model.vocab < 256:
+        yield f"model.vocab = {run.model.vocab} is too small for data.tokenizer = byte, which has 256 tokens. Legal: 256 or more."
+
+
+def idle(run):
+    """Yield (setting, value, reason) of every value that differs from the neutral one and yet does nothing."""
+    mesh, model, parallel, optim = run.mesh, run.model, run.parallel, run.optim
+    one = lambda axis: f"mesh.{axis} = 1."
+    for axis in ("dp", "fsdp", "sp", "ep", "pp"):
+        stage = getattr(parallel.zero, axis)
+        if stage and getattr(mesh, axis) == 1:
+            yield f"parallel.zero.{axis}", stage, one(axis)
+    if mesh.sp == 1:
+        yield "parallel.sp_kind", parallel.sp_kind, one("sp")
+    if parallel.sp_order != "contiguous" and mesh.sp == 1:
+        yield "parallel.sp_order", parallel.sp_order, one("sp")
+    elif parallel.sp_order != "contiguous" and parallel.sp_kind != "allgather" and ring_degree(run) == 1:
+        yield "parallel.sp_order", parallel.sp_order, "Ulysses gives every device the whole sequence, so its order balances nothing."
+    if parallel.sp_ulysses is not None and (mesh.sp == 1 or parallel.sp_kind != "hybrid"):
+        yield "parallel.sp_ulysses", parallel.sp_ulysses, one("sp") if mesh.sp == 1 else f"parallel.sp_kind = {parallel.sp_kind}, not hybrid."
+    if parallel.tp_sequence and mesh.tp == 1:
+        yield "parallel.tp_sequence", True, one("tp")
+    if parallel.remat_save != "attention" and parallel.remat != "selective":
+        yield "parallel.remat_save", parallel.remat_save, f"parallel.remat = {parallel.remat}, not selective."
+    if parallel.zero_r and (mesh.tp == 1 or parallel.tp_sequence or parallel.remat != "full"):
+        reason = one("tp") if mesh.tp == 1 else "tp_sequence leaves no copies to shard." if parallel.tp_sequence else "it shards the inputs that remat = full keeps."
+        yield "parallel.zero_r", True, reason
+    if run.precision.master and run.precision.params in ("float32", "float64"):
+        yield "precision.master", run.precision.master, f"params = {run.precision.params} need no wider copy."
+    defaults = {name: value for name, _, value in settings_of(resolve(Run()))}
+    adam, cyclic = optim.name == "adamw", optim.schedule != "constant"
+    unused = {"optim.b1": adam, "optim.b2": adam, "optim.eps": adam, "optim.momentum": optim.name == "momentum", "optim.final": cyclic,
+              "model.rope_theta": model.style == "llama", "model.qk_norm": model.style == "llama"}
+    values = {name: value for name, _, value in settings_of(run)}
+    for name, used in unused.items():
+        if not used and values[name] != defaults[name]:
+            yield name, values[name], {"optim.momentum": f"optim.name = {optim.name}.", "optim.final": "optim.schedule = constant."}.get(
+                name, f"optim.name = {optim.name}." if name.startswith("optim") else f"model.style = {model.style}.")
+
+
+def _notes(run):
+    notes = []
+    if padded_vocab(run.model, run.mesh) != run.model.vocab:
+        notes.append(f"model.vocab = {run.model.vocab} is stored as {padded_vocab(run.model, run.mesh)} rows (mesh.tp = {run.mesh.tp}); "
+                     "the padding is masked out of the loss.")
+    if run.precision.params in ("bfloat16", "float16") and run.precision.master is None:
+        notes.append(f"precision.params = {run.precision.params} without precision.master: updates smaller than about 1/256 of a weight "
+                     "are lost to rounding (float32 master keeps them).")
+    return notes
