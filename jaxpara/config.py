@@ -104,6 +104,23 @@ class Precision:
     loss_scale: float | None = None             # static; required where float16 appears, undone before the update
 
 
+    def gradient(self, microbatches):
+        """Dtype in which gradients are reduced and summed: at least float32 when accumulated or when there is a master copy, else the
+        parameters' own (δ_grad of SPEC section 1)."""
+        narrow = BYTES[self.params] < 4
+        return (self.master or "float32") if narrow and (self.master or microbatches > 1) else self.params
+
+    @property
+    def optimizer(self):
+        """Dtype of the optimizer's tensors (δ_opt): the master copy's, else the parameters'."""
+        return self.master or self.params
+
+    @property
+    def wide(self):
+        """Whether any part needs 64-bit mode."""
+        return "float64" in (self.compute, self.params, self.master)
+
+
 @dataclass(frozen=True)
 class Optim:
     name: Literal["adamw", "sgd", "momentum"] = "adamw"

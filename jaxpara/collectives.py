@@ -1,0 +1,108 @@
+"""Collectives by what they do in forward / backward, each in a named scope that shows in the compiled program.
+
+Inside `shard_map` values are *varying* over a mesh axis (each device its own) or *invariant* (all alike). The checked mode
+(`check_vma`) types them; the unchecked one does not, and there `psum` would transpose to another `psum`. So every pair whose
+backward is not the plain transpose is a `custom_vjp`, correct in both modes.
+
+All take `axes`, a tuple of mesh axes with more than one device; with an empty tuple they are the identity and emit nothing.
+"""
+from functools import partial
+
+import jax
+from jax import lax
+
+
+def varying_axes(x):
+    """Axes over which `x` (an array, or its abstract shape) is typed varying; empty in the unchecked mode."""
+    kind = x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).manual_axis_type
+    return kind.varying if kind is not None else frozenset()
+
+
+def vary(x, axes):
+    """Cast to varying over `axes` (no communication). Its transpose is a psum, so never differentiate through it by accident."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def match(x, *others):
+    """Cast `x` to vary over every axis that one of `others` varies over: the type a loop carry needs from the start."""
+    axes = sorted(set().union(*(varying_axes(other) for other in others)))
+    return jax.tree.map(lambda leaf: vary(leaf, axes), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def copy_in(x, axes, scope):
+    """*f* of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): identity / all-reduce."""
+    return vary(x, axes)
+
+
+def _copy_in_forward(x, axes, scope):
+    return vary(x, axes), None
+
+
+def _copy_in_backward(axes, scope, _, cotangent):
+    return (sum_over(cotangent, axes, scope),)
+
+
+copy_in.defvjp(_copy_in_forward, _copy_in_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def sum_out(x, axes, scope):
+    """*g* of Megatron-LM: all-reduce / identity."""
+    return sum_over(x, axes, scope)
+
+
+def _sum_out_forward(x, axes, scope):
+    return sum_over(x, axes, scope), None
+
+
+def _sum_out_backward(axes, scope, _, cotangent):
+    return (vary(cotangent, axes),)
+
+
+sum_out.defvjp(_sum_out_forward, _sum_out_backward)
+
+
+def sum_over(x, axes, scope):
+    """All-reduce, not to be differentiated."""
+    if not axes:
+        return x
+    with jax.named_scope(scope):
+        return lax.psum(x, axes)
+
+
+def max_over(x, axes, scope):
+    """All-reduce with maximum, not to be differentiated."""
+    if not axes:
+        return x
+    with jax.named_scope(scope):
+        return lax.pmax(x, axes)
+
+
+def gather(x, axes, dim, scope):
+    """All-gather along `dim` / reduce-scatter (the plain transpose, the same in both modes)."""
+    if not axes:
+        return x
+    with jax.named_scope(scope):
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def scatter(x, axes, dim, scope):
+    """Reduce-scatter along `dim` / all-gather."""
+    if not axes:
+        return x
+    with jax.named_scope(scope):
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def exchange(x, axis, split, concat, scope, groups=None):
+    """All-to-all: dim `split` is dealt out over the group, dim `concat` is collected from it. Backward: the reverse exchange."""
+    with jax.named_scope(scope):
+        return lax.all_to_all(x, axis, split_axis=split % x.ndim, concat_axis=concat % x.ndim, axis_index_groups=groups, tiled=True)
+
+
+def shift(tree, axis, pairs, scope):
+    """Point-to-point: every leaf travels along `pairs` of (source, destination) ranks of `axis`."""
+    with jax.named_scope(scope):
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)

@@ -1,0 +1,353 @@
+"""`ctx`: what the model knows of parallelism, and its two lowerings.
+
+Manual: the model runs on one device's pieces inside a single `shard_map` over the whole mesh; every collective is ours.
+Annotated: the model runs on global arrays under `jit`; sharding constraints say where things lie and XLA chooses the collectives,
+kernels apart, which stay `shard_map`. Both run the same model code and give the same numbers.
+
+A block sees a *border* layout ([b, S/N_sp, H], with `tp_sequence` [b, S/(N_sp·N_tp), H]) and, between `enter` and `exit`,
+the inside of tensor parallelism: all of the sp shard's tokens, this device's heads or inner width.
+"""
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpara.checks import ring_degree, ulysses_degree
+from jaxpara.collectives import copy_in, gather, match, scatter, sum_out, sum_over, vary
+from jaxpara.kernels import cross_entropy, local, ring, ulysses
+from jaxpara.mesh import partition
+from jaxpara.rules import activation_rules, live
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value", "sink"], meta_fields=["name"])
+@dataclass
+class Stored:
+    """One parameter as stored: this device's piece in compute dtype, and the place where its gradient comes out.
+
+    The loss is differentiated with respect to `sink`, zeros of the gradient dtype that nothing ever reads: so a bfloat16 weight gets
+    a float32 gradient, reduced before it is rounded.
+    """
+    value: Any
+    sink: Any
+    name: str
+
+
+class Rows(NamedTuple):
+    """What the model is told about a micro-batch besides its tokens. All of whole rows, in slot order."""
+    positions: jax.Array    # int32 [b, S]
+    segments: jax.Array     # int32 [b, S]
+    number: jax.Array       # int32 [b]: each row's place in the global batch
+    index: jax.Array        # int32 [S]: each slot's original place in its row
+    key: jax.Array | None   # random key of this step; None: no dropout
+
+
+def attention_kernel(run):
+    """The `Kernel` for a run's sp_kind, for one device's heads and slots."""
+    window, sp, inner = run.model.window, run.mesh.sp, ulysses_degree(run)
+    if sp == 1:
+        return ring.whole(window)
+    if run.parallel.sp_kind == "allgather":
+        return ring.allgather("sp", window)
+    inside = ring.ring("sp", ring_degree(run), inner, window) if ring_degree(run) > 1 else ring.whole(window)
+    kv_heads = max(run.model.kv_heads // run.mesh.tp, 1)
+    return inside if inner == 1 else ulysses.ulysses("sp", sp, inner, kv_heads, inside)
+
+
+def differentiable(forward, backward):
+    """A function (q, k, v, positions, segments) -> out, differentiable in the first three, from a kernel's two halves."""
+    @jax.custom_vjp
+    def attend(*arguments):
+        return forward(*arguments)[0]
+
+    def keep(*arguments):
+        out, residuals = forward(*arguments)
+        return checkpoint_name(out, "attention"), residuals
+
+    def pull(residuals, cotangent):
+        return (*backward(residuals, cotangent), None, None)
+
+    attend.defvjp(keep, pull)
+    return attend
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def look_up(table, ids, found, rows, dtype):
+    """table[ids] where found, else 0; rows, dtype: the table's. Backward sums repeated ids in float32 or wider."""
+    return jnp.where(found[..., None], table[ids], 0)
+
+
+def _look_up_backward(rows, dtype, residuals, cotangent):
+    ids, found = residuals
+    wide = jnp.where(found[..., None], cotangent, 0).astype(local.wide(dtype))
+    zeros = match(jnp.zeros((rows, wide.shape[-1]), wide.dtype), wide)
+    return zeros.at[ids].add(wide).astype(dtype), None, None
+
+
+look_up.defvjp(lambda table, ids, found, rows, dtype: (look_up(table, ids, found, rows, dtype), (ids, found)), _look_up_backward)
+
+
+class Ctx:
+    """What both lowerings share."""
+
+    def __init__(self, run, placements, rows=None):
+        self.run, self.placements, self.rows = run, placements, rows
+        self.rules = activation_rules(run)
+        self.tp = run.mesh.live(("tp",))
+
+    def bind(self, rows):
+        """The same context for another micro-batch's `Rows`."""
+        bound = copy(self)
+        bound.rows = rows
+        return bound
+
+    def full(self, module):
+        """`module` with usable weights in place of `Stored` ones: gathered over the axes of ZeRO-3, whole but for tensor parallelism."""
+        structure, state = nnx.split(module)
+        return nnx.merge(structure, jax.tree.map(self.gather_parameter, state, is_leaf=lambda node: isinstance(node, Stored)))
+
+    def spec(self, *labels):
+        """PartitionSpec of an activation with these labels, size-1 axes left out."""
+        return partition(live(self.rules.spec(labels), self.run.mesh))
+
+    def dropout(self, x, site, layer):
+        """Zero a part of x [b, s, H] (at a border) and scale the rest. The mask depends on (seed, step, row, index in the row, layer,
+        site) only, so it is the same on every mesh."""
+        rate = self.run.model.dropout
+        if not rate or self.rows.key is None:
+            return x
+        key = jax.random.fold_in(jax.random.fold_in(self.rows.key, layer), site)
+        index = self.sequence(self.rows.index[None], border=True)[0]
+        token_key = lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place)
+        token_mask = lambda row, place: jax.random.bernoulli(token_key(row, place), 1 - rate, x.shape[-1:])
+        keep = jax.vmap(lambda row: jax.vmap(lambda place: token_mask(row, place))(index))(self.rows.number)
+        return jnp.where(keep, x / (1 - rate), 0)
+
+    def positions(self, border=False):
+        """int32 [b, s] of the tokens at hand: inside a block, or at a border."""
+        return self.sequence(self.rows.positions, border)
+
+    def remat(self, layer):
+        """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice."""
+        kind, policies = self.run.parallel.remat, jax.checkpoint_policies
+        if kind == "full" and self.run.parallel.zero_r and self.tp:
+            return self.recompute_from_shard(layer)
+        if kind == "selective":
+            attention = policies.save_only_these_names("attention")
+            policy = attention if self.run.parallel.remat_save == "attention" else policies.dots_saveable
+        else:
+            policy = policies.nothing_saveable if kind == "full" else save_all_but_gathers
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False) if kind != "none" or self.gathers() else layer
+
+    def gathers(self):
+        """Whether a layer gathers anything that must not be kept for the backward pass."""
+        return bool(self.tp and self.run.parallel.tp_sequence) or any(p.axes(3) or p.kv_slice is not None for p in self.placements.values())
+
+
+def save_all_but_gathers(primitive, *_, **__):
+    """Checkpoint policy of remat = none: recompute only what a device holds a piece of anyway (slices of KV weights included)."""
+    return primitive.name not in ("all_gather", "all_gather_invariant", "dynamic_slice")
+
+
+class ManualCtx(Ctx):
+    """Inside `shard_map`: arrays are one device's pieces."""
+
+    def gather_parameter(self, stored):
+        placement = self.placements[stored.name]
+        axes, stacked = placement.axes(3), placement.parameter.stacked
+        dim = placement.dim - stacked if axes else None
+        kv = None if placement.kv_slice is None else (placement.kv_slice - stacked, self.run.model.kv_heads, self.run.mesh.tp)
+        return _gather_parameter(stored.value, stored.sink, axes, dim, kv, stored.sink.dtype, stored.name)
+
+    def sequence(self, x, border=False):
+        """This device's slots of x [b, S]: of its sp shard, and at a border of its part of that."""
+        axes = self.run.mesh.live(("sp", "tp") if border and self.run.parallel.tp_sequence else ("sp",))
+        for axis in axes:
+            size = x.shape[1] // getattr(self.run.mesh, axis)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=1)
+        return x
+
+    def enter(self, x, owner):
+        """Border -> inside: *f*, or with tp_sequence an all-gather of the sequence."""
+        if self.run.parallel.tp_sequence:
+            return gather(x, self.tp, 1, f"tp.enter.{owner}")
+        return copy_in(x, self.tp, f"tp.enter.{owner}") if self.tp else x
+
+    def exit(self, x, owner):
+        """Inside -> border, summed over tp: *g*, or with tp_sequence a reduce-scatter onto the sequence."""
+        if self.run.parallel.tp_sequence:
+            return scatter(x, self.tp, 1, f"tp.exit.{owner}")
+        return sum_out(x, self.tp, f"tp.exit.{owner}") if self.tp else x
+
+    def embed(self, table, tokens):
+        """table: [V_padded/tp, H], tokens: int32 [b, s] -> [b, s, H] at a border."""
+        ids = tokens - (lax.axis_index("tp") * table.shape[0] if self.tp else 0)
+        found = (ids >= 0) & (ids < table.shape[0])
+        return self.exit(look_up(table, jnp.where(found, ids, 0), found, table.shape[0], table.dtype), "embedding")
+
+    def attention(self, query, key, value):
+        """[b, s, heads, d] of this device's heads and slots -> the same shape as query."""
+        kernel = attention_kernel(self.run)
+        return differentiable(*kernel)(query, key, value, self.rows.positions, self.rows.segments)
+
+    def cross_entropy(self, x, weight, targets):
+        """Summed loss of this device's tokens; alike on all tp ranks, each of which starts its backward pass with cotangent 1."""
+        compute = partial(cross_entropy.loss_and_gradients, vocab=self.run.model.vocab, axes=self.tp, limit=self.run.parallel.loss_chunk)
+        return summed_loss(compute)(x, weight, targets)
+
+    def recompute_from_shard(self, layer):
+        """ZeRO-R: of a layer's input, which every tp rank holds whole, each keeps 1/tp of the tokens; backward gathers them again."""
+        @jax.custom_vjp
+        def run(x, stored, number, shared):
+            return layer(x, stored, number, shared)
+
+        def keep(x, *rest):
+            size = x.shape[1] // self.run.mesh.tp
+            shard = lax.dynamic_slice_in_dim(vary(x, self.tp), lax.axis_index("tp") * size, size, axis=1)
+            return layer(x, *rest), (shard, *rest)
+
+        def pull(residuals, cotangent):
+            shard, stored, number, shared = residuals
+            with jax.named_scope("zero_r"):
+                x = lax.all_gather(shard, self.tp, axis=1, tiled=True, to="invariant")
+            _, pullback = jax.vjp(lambda x, stored: layer(x, stored, number, shared), x, stored)
+            return (*pullback(cotangent), None, None)
+
+        run.defvjp(keep, pull)
+        return run
+
+
+def summed_loss(compute):
+    """Differentiable summed loss from a function that gives loss and gradients in one pass."""
+    @jax.custom_vjp
+    def loss(x, weight, targets):
+        return compute(x, weight, targets, gradients=False)[0]
+
+    def keep(x, weight, targets):
+        value, dx, dweight = compute(x, weight, targets, gradients=True)
+        return value, (dx, dweight.astype(weight.dtype))
+
+    def pull(residuals, cotangent):
+        return (*((cotangent * gradient).astype(gradient.dtype) for gradient in residuals), None)
+
+    loss.defvjp(keep, pull)
+    return loss
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _gather_parameter(value, sink, axes, dim, kv, dtype, name):
+    """All-gather over the ZeRO-3 axes / reduce-scatter in the sink's dtype. kv: (dim, heads, tp) to use only the rank's own KV head."""
+    if kv is not None:
+        kv_dim, heads, tp = kv
+        value = lax.dynamic_slice_in_dim(value, lax.axis_index("tp") * heads // tp, 1, axis=kv_dim)
+    return gather(value, axes, dim, f"zero3.gather.{name}")
+
+
+def _gather_parameter_backward(axes, dim, kv, dtype, name, _, cotangent):
+    gradient = scatter(cotangent.astype(dtype), axes, dim, f"zero3.scatter.{name}")
+    if kv is not None:
+        kv_dim, heads, tp = kv
+        shape = (*gradient.shape[:kv_dim], heads, *gradient.shape[kv_dim + 1:])
+        gradient = lax.dynamic_update_slice_in_dim(match(jnp.zeros(shape, dtype), gradient), gradient,
+                                                   lax.axis_index("tp") * heads // tp, axis=kv_dim)
+    return None, gradient
+
+
+_gather_parameter.defvjp(lambda *arguments: (_gather_parameter(*arguments), None), _gather_parameter_backward)
+
+
+class AnnotatedCtx(Ctx):
+    """Under `jit` over the whole mesh: arrays are global, constraints say where they lie."""
+
+    def __init__(self, run, placements, mesh, rows=None):
+        super().__init__(run, placements, rows)
+        self.mesh = mesh
+
+    def constrain(self, x, *labels):
+        return lax.with_sharding_constraint(x, jax.NamedSharding(self.mesh, self.spec(*labels)))
+
+    def on_shards(self, function, inputs, outputs):
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=self.run.parallel.check_vma)
+
+    def gather_parameter(self, stored):
+        placement = self.placements[stored.name]
+        strip = slice(1, None) if placement.parameter.stacked else slice(None)
+        place = lambda spec: jax.NamedSharding(self.mesh, partition(spec[strip]))
+        return _place_parameter(stored.value, stored.sink, place(placement.base), place(placement.storage), stored.sink.dtype)
+
+    def sequence(self, x, border=False):
+        return x
+
+    def enter(self, x, owner):
+        return self.constrain(x, "batch", "sequence", "width")
+
+    def exit(self, x, owner):
+        return self.constrain(x, "batch", "border", "width")
+
+    def embed(self, table, tokens):
+        return self.exit(look_up(table, tokens, jnp.ones(tokens.shape, bool), table.shape[0], table.dtype), "embedding")
+
+    def attention(self, query, key, value):
+        kernel, mesh, kv_heads = attention_kernel(self.run), self.run.mesh, self.run.model.kv_heads
+        copied = kv_heads < mesh.tp
+        heads, keys = self.spec("batch", "sequence", "heads"), self.spec("batch", "sequence", "kv_heads")
+        rows, per_head = self.spec("batch", "row"), self.spec("batch", "sequence", "heads", "head_dim")
+        own = lambda: lax.axis_index("tp") * kv_heads // mesh.tp
+
+        def forward(query, key, value, positions, segments):
+            if copied:
+                key, value = (lax.dynamic_slice_in_dim(x, own(), 1, axis=2) for x in (key, value))
+            return kernel.forward(query, key, value, positions, segments)
+
+        def backward(residuals, cotangent):
+            dq, dk, dv = kernel.backward(residuals, cotangent)
+            if copied:
+                spread = lambda x: jnp.concatenate([jnp.where(own() == head, x, 0) for head in range(kv_heads)], axis=2)
+                dk, dv = (sum_over(spread(x), ("tp",), "kv.copies") for x in (dk, dv))
+            return dq, dk, dv
+
+        # q, k, v, out and lse all have (batch, sequence, heads) first; what lies between is the kernel's own business
+        residuals = (per_head, per_head, per_head, rows, rows, per_head, per_head)
+        forward = self.on_shards(forward, (heads, keys, keys, rows, rows), (heads, residuals))
+        backward = self.on_shards(backward, (residuals, heads), (heads, keys, keys))
+        return differentiable(forward, backward)(query, key, value, self.rows.positions, self.rows.segments)
+
+    def cross_entropy(self, x, weight, targets):
+        """Summed loss over the whole mesh."""
+        mesh, whole, table, tokens = self.run.mesh, self.spec("batch", "sequence"), self.spec("vocab"), self.spec("batch", "sequence")
+        replicas = mesh.live(("dp", "fsdp", "ep", "sp"))
+        compute = partial(cross_entropy.loss_and_gradients, vocab=self.run.model.vocab, axes=self.tp, limit=self.run.parallel.loss_chunk)
+
+        def on_shard(x, weight, targets, gradients):
+            loss, dx, dweight = compute(x, vary(weight, replicas), targets, gradients=gradients)
+            loss = sum_over(loss, replicas, "loss.total")
+            return (loss, sum_over(dx, self.tp, "loss.enter"), sum_over(dweight, replicas, "loss.weight")) if gradients else (loss,)
+
+        def compute_global(x, weight, targets, gradients):
+            outputs = (partition(()), whole, table) if gradients else (partition(()),)
+            return self.on_shards(partial(on_shard, gradients=gradients), (whole, table, tokens), outputs)(x, weight, targets)
+
+        return summed_loss(compute_global)(x, weight, targets)
+
+    def recompute_from_shard(self, layer):
+        """ZeRO-R by constraint: what is kept lies over tp, what is used is whole."""
+        shard = jax.NamedSharding(self.mesh, partition(live((("dp", "fsdp", "ep"), ("sp", "tp"), ()), self.run.mesh)))
+        gathered = lambda x, *rest: layer(self.exit(x, "zero_r"), *rest)
+        kept = jax.checkpoint(gathered, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+        return lambda x, *rest: kept(lax.with_sharding_constraint(x, shard), *rest)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _place_parameter(value, sink, base, storage, dtype):
+    """The annotated twin of `_gather_parameter`: constraints in place of collectives."""
+    return lax.with_sharding_constraint(value, base)
+
+
+_place_parameter.defvjp(
+    lambda *arguments: (_place_parameter(*arguments), None),
+    lambda base, storage, dtype, _, cotangent: (None, lax.with_sharding_constraint(cotangent.astype(dtype), storage)))

@@ -1,0 +1,139 @@
+"""Loss and gradients of a global batch, under either lowering: where the ZeRO table meets the model."""
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpara.batch import slots, specs
+from jaxpara.collectives import scatter, sum_over, vary, varying_axes
+from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
+from jaxpara.mesh import partition, sharding
+from jaxpara.model.declare import fill
+
+TOKEN_AXES = ("dp", "fsdp", "ep", "sp")
+"""Axes whose devices see different tokens."""
+
+
+def rows_of(micro, run, step):
+    """`Rows` of one micro-batch; the dropout key depends on seed and step only."""
+    key = None
+    if run.model.dropout and step is not None:
+        key = jax.random.fold_in(jax.random.key(run.train.seed + 1, impl="threefry2x32"), step)
+    index = jnp.asarray(slots(run, micro["positions"].shape[-1]), jnp.int32)
+    return Rows(micro["positions"], micro["segments"], micro["number"], index, key)
+
+
+def micro_gradients(model, run, make_ctx, cast):
+    """A function (weights, sinks, micro-batch, step, scale) -> (summed loss · scale, {name: gradient}). cast: of the scale's type."""
+    def loss(sinks, weights, micro, step, scale):
+        stored = {name: Stored(weights[name], sinks[name], name) for name in weights}
+        ctx = make_ctx(rows_of(micro, run, step))
+        return fill(model, stored).loss(micro["tokens"], micro["targets"], ctx) * cast(scale)
+    return jax.value_and_grad(loss)
+
+
+def accumulate(one, zeros, batch, m):
+    """Sum (loss, gradients) of `one(micro-batch)` over the m micro-batches. zeros: what a sum starts from."""
+    if m == 1:
+        return one({name: array[0] for name, array in batch.items()})
+    add = lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None)
+    return lax.scan(add, zeros, batch)[0]
+
+
+def tie(weights, placements, micro):
+    """Make the weights that are gathered outside the layers depend on the micro-batch, so that XLA does not gather them once, before the
+    accumulation loop, and keep them whole all through it."""
+    names = [name for name, placement in placements.items() if placement.axes(3) and not placement.parameter.stacked]
+    tied, _ = lax.optimization_barrier(({name: weights[name] for name in names}, micro["tokens"]))
+    return {**weights, **tied}
+
+
+def manual(run, mesh, placements, model):
+    """(params, batch, step) -> (loss, counted tokens, gradients in the optimizer specs), as one `shard_map` over the whole mesh."""
+    precision, m, live = run.precision, run.train.microbatches, run.mesh.live
+    gradient_dtype, scale = precision.gradient(m), precision.loss_scale or 1.0
+    replicas = {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+
+    def on_device(params, batch, step):
+        weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
+        sinks = {name: vary(jnp.zeros(value.shape, gradient_dtype), replicas[name]) for name, value in weights.items()}
+        count = sum_over((batch["targets"] >= 0).sum(dtype=jnp.int32), live(TOKEN_AXES), "loss.count")
+        per_token = scale / jnp.maximum(count, 1)
+        wide = jnp.promote_types(precision.compute, jnp.float32)
+        differentiate = micro_gradients(model, run, partial(ManualCtx, run, placements), lambda x: x.astype(wide))
+
+        def one(micro):
+            usable = weights if m == 1 else tie(weights, placements, micro)
+            loss, gradients = differentiate(sinks, usable, micro, step, per_token)
+            return loss, {name: reduce_micro(gradient, placements[name]) for name, gradient in gradients.items()}
+
+        shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
+        zeros = jax.tree.map(lambda like: vary(jnp.zeros(like.shape, like.dtype), varying_axes(like)), shapes)
+        loss, gradients = accumulate(one, zeros, batch, m)
+        loss = sum_over(loss, live(TOKEN_AXES), "loss.total") / scale
+        return loss, count, {name: reduce_step(gradient, placements[name], live) / scale for name, gradient in gradients.items()}
+
+    spec_of = lambda kind: {name: partition(getattr(placement, kind)) for name, placement in placements.items()}
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), PartitionSpec()),
+                         out_specs=(PartitionSpec(), PartitionSpec(), spec_of("optimizer")), check_vma=run.parallel.check_vma)
+
+
+def reduce_micro(gradient, placement):
+    """After each micro-batch: scatter over the axes of stage 2 (those of stage 3 were scattered layer by layer)."""
+    return scatter(gradient, placement.axes(2), placement.dim, f"zero2.scatter.{placement.name}")
+
+
+def reduce_step(gradient, placement, live):
+    """After the last micro-batch: scatter over the axes of stage 1, then sum what is left over those of stage 0."""
+    gradient = scatter(gradient, placement.axes(1), placement.dim, f"zero1.scatter.{placement.name}")
+    rest = placement.axes(0) + live(("tp",)) * placement.tp_sum
+    return sum_over(gradient, rest, f"zero0.sum.{placement.name}")
+
+
+def annotated(run, mesh, placements, model):
+    """The same function under `jit`: XLA inserts the collectives that the constraints call for."""
+    precision, m = run.precision, run.train.microbatches
+    gradient_dtype, scale = precision.gradient(m), precision.loss_scale or 1.0
+    kinds = {kind: {name: sharding(mesh, getattr(p, kind)) for name, p in placements.items()} for kind in ("gradient", "optimizer")}
+    wide = jnp.promote_types(precision.compute, jnp.float32)
+
+    def whole(params, batch, step):
+        weights = {name: value.astype(precision.compute) for name, value in params.items()}
+        sinks = {name: jnp.zeros(value.shape, gradient_dtype) for name, value in weights.items()}
+        count = (batch["targets"] >= 0).sum(dtype=jnp.int32)
+        per_token = scale / jnp.maximum(count, 1)
+        differentiate = micro_gradients(model, run, partial(AnnotatedCtx, run, placements, mesh), lambda x: x.astype(wide))
+
+        def one(micro):
+            loss, gradients = differentiate(sinks, weights, micro, step, per_token)
+            return loss, lax.with_sharding_constraint(gradients, kinds["gradient"])
+
+        zeros = jnp.zeros((), wide), lax.with_sharding_constraint(sinks, kinds["gradient"])
+        loss, gradients = accumulate(one, zeros, batch, m)
+        gradients = lax.with_sharding_constraint(gradients, kinds["optimizer"])
+        return loss / scale, count, {name: gradient / scale for name, gradient in gradients.items()}
+
+    return whole
+
+
+def logits(run, mesh, placements, model):
+    """(params, batch) -> [1, B, S, V_padded] logits in slot order, no dropout."""
+    compute = run.precision.compute
+
+    def forward(make_ctx, cast, params, batch):
+        micro = {name: array[0] for name, array in batch.items()}
+        stored = {name: Stored(cast(name, value.astype(compute)), jnp.zeros((), compute), name) for name, value in params.items()}
+        return fill(model, stored).logits(micro["tokens"], make_ctx(rows_of(micro, run, None)))[None]
+
+    if run.parallel.lowering == "annotated":
+        return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)
+    live = run.mesh.live
+    replicas = {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+    batch_specs = specs(run)
+    out = PartitionSpec(*(tuple(batch_specs["tokens"]) + (None,) * 3)[:3], "tp" if run.mesh.tp > 1 else None)
+    stored = {name: partition(placement.storage) for name, placement in placements.items()}
+    on_device = partial(forward, partial(ManualCtx, run, placements), lambda name, value: vary(value, replicas[name]))
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, batch_specs), out_specs=out, check_vma=run.parallel.check_vma)

@@ -1,0 +1,170 @@
+"""Attention of one device's queries to one device's keys, blockwise, with its own backward pass; and a slow reference.
+
+FlashAttention in plain JAX (Dao 2023, arXiv 2307.08691): no S × S tensor is kept; forward keeps the log of each row's
+normaliser (lse), backward recomputes the probabilities from it block by block. Pairs of blocks that cannot see each other
+are skipped, which halves causal attention and is what balances the zigzag order. Sums are in float32, or float64 when the
+inputs are.
+"""
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpara.collectives import match
+
+BLOCK = 512
+"""Longest block of queries or keys."""
+
+
+def wide(dtype):
+    """Accumulator dtype: float32, or float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def visible(query_at, key_at, window):
+    """Who sees whom: same document, not later, and within the window. query_at, key_at: (positions, segments), each int32 [b, s].
+
+    Returns bool [b, s, t]. Positions are compared, never slots, so any order of the sequence is right.
+    """
+    (query_position, query_segment), (key_position, key_segment) = query_at, key_at
+    behind = query_position[:, :, None] - key_position[:, None, :]
+    seen = (query_segment[:, :, None] == key_segment[:, None, :]) & (behind >= 0)
+    return seen if window is None else seen & (behind < window)
+
+
+def may_see(query_at, key_at, window):
+    """Whether any query of a block may see any key of another, judged from the blocks' extremes (never wrongly no). bool []."""
+    (query_position, query_segment), (key_position, key_segment) = query_at, key_at
+    seen = ((query_position.max(1) >= key_position.min(1)) & (query_segment.max(1) >= key_segment.min(1))
+            & (query_segment.min(1) <= key_segment.max(1)))
+    if window is not None:
+        seen &= query_position.min(1) - key_position.max(1) < window
+    return seen.any()
+
+
+def attention_reference(query, key, value, query_at, key_at, window=None):
+    """The same result the obvious way, whole S × S scores at once: what the blockwise kernels are tested against."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
+    scores = jnp.einsum("bsnd,btnd->bnst", query, key) / query.shape[-1] ** 0.5
+    seen = visible(query_at, key_at, window)[:, None]
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(seen, scores, -jnp.inf).max(-1, keepdims=True, initial=-1e30)), 0)
+    weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-300 if scores.dtype == jnp.float64 else 1e-30)
+    return jnp.einsum("bnst,btnd->bsnd", weights, value)
+
+
+def blocks(length, limit):
+    """Number of equal blocks of at most `limit` (and at least 64) that `length` splits into; 1 if it has no such divisor."""
+    return next((n for n in range(-(-length // limit), length // 64 + 1) if length % n == 0), 1)
+
+
+def _pair_forward(query, key, value, seen):
+    """One block pair. query [b,s,M,G,d]; returns (out [b,s,M,G,d] normalised, lse [b,s,M,G]), both wide."""
+    acc = wide(query.dtype)
+    scores = jnp.einsum("bsmgd,btmd->bsmgt", query, key, preferred_element_type=acc) * query.shape[-1] ** -0.5
+    scores = jnp.where(seen[:, :, None, None, :], scores, -jnp.inf)
+    top = scores.max(-1)
+    top = jnp.where(jnp.isfinite(top), top, 0)      # a row that sees nothing: exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    out = jnp.einsum("bsmgt,btmd->bsmgd", weights.astype(value.dtype), value, preferred_element_type=acc)
+    return out / jnp.where(total > 0, total, 1)[..., None], jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+
+
+def _pair_backward(query, key, value, seen, lse, out_cotangent, delta):
+    """One block pair's (dq, dk, dv), wide. lse, delta: [b,s,M,G]; delta is the row sum of out · its cotangent."""
+    acc, scale = wide(query.dtype), query.shape[-1] ** -0.5
+    scores = jnp.einsum("bsmgd,btmd->bsmgt", query, key, preferred_element_type=acc) * scale
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
+    weights = jnp.where(seen[:, :, None, None, :], jnp.exp(jnp.where(seen[:, :, None, None, :], scores, -jnp.inf) - lse), 0)
+    dv = jnp.einsum("bsmgt,bsmgd->btmd", weights.astype(value.dtype), out_cotangent, preferred_element_type=acc)
+    dweights = jnp.einsum("bsmgd,btmd->bsmgt", out_cotangent, value, preferred_element_type=acc)
+    dscores = (weights * (dweights - delta[..., None]) * scale).astype(query.dtype)
+    dq = jnp.einsum("bsmgt,btmd->bsmgd", dscores, key, preferred_element_type=acc)
+    dk = jnp.einsum("bsmgt,bsmgd->btmd", dscores, query, preferred_element_type=acc)
+    return dq, dk, dv
+
+
+def merge(first, second):
+    """Join two (out, lse) over disjoint sets of keys. A side that saw nothing has lse = -inf and counts for nothing."""
+    (out_a, lse_a), (out_b, lse_b) = first, second
+    top = jnp.maximum(lse_a, lse_b)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    total = weight_a + weight_b
+    safe = jnp.where(total > 0, total, 1)
+    out = (out_a * weight_a[..., None] + out_b * weight_b[..., None]) / safe[..., None]
+    return out, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+
+
+def grouped(query, key):
+    """[b, s, N_q, d] -> [b, s, N_kv, N_q/N_kv, d]: the query heads beside the KV head they share."""
+    return query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+
+
+def _cut(tree, n):
+    """[b, s, ...] leaves -> [n, b, s/n, ...], for a scan over blocks of the sequence."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], n, x.shape[1] // n, *x.shape[2:]), 1, 0), tree)
+
+
+def _join(tree):
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]), tree)
+
+
+def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
+    """Attention of grouped queries [b,s,M,G,d] to keys, values [b,t,M,d].
+
+    query_at, key_at: (positions, segments) int32 [b, s] and [b, t]. Returns (out [b,s,M,G,d], lse [b,s,M,G]), both wide;
+    rows that see no key have out 0 and lse -inf.
+    """
+    n_query, n_key = blocks(query.shape[1], limit), blocks(key.shape[1], limit)
+    if n_query == n_key == 1:
+        return _pair_forward(query, key, value, visible(query_at, key_at, window))
+    keys = _cut((key, value, key_at), n_key)
+
+    def one_query(_, query_block):
+        query, query_at = query_block
+
+        def one_key(carry, key_block):
+            key, value, key_at = key_block
+            see = lambda: merge(carry, _pair_forward(query, key, value, visible(query_at, key_at, window)))
+            return lax.cond(may_see(query_at, key_at, window), see, lambda: carry), None
+
+        empty = (jnp.zeros(query.shape, wide(query.dtype)), jnp.full(query.shape[:-1], -jnp.inf, wide(query.dtype)))
+        return None, lax.scan(one_key, match(empty, query, key, value, *query_at, *key_at), keys)[0]
+
+    return _join(lax.scan(one_query, None, _cut((query, query_at), n_query))[1])
+
+
+def backward(query, key, value, query_at, key_at, lse, out_cotangent, delta, window=None, limit=BLOCK):
+    """(dq [b,s,M,G,d], dk, dv [b,t,M,d]), wide, from the lse of *all* keys a query saw and delta = row sum of out · cotangent."""
+    n_query, n_key = blocks(query.shape[1], limit), blocks(key.shape[1], limit)
+    if n_query == n_key == 1:
+        return _pair_backward(query, key, value, visible(query_at, key_at, window), lse, out_cotangent, delta)
+    acc, types = wide(query.dtype), (query, key, value, out_cotangent, *query_at, *key_at)
+    queries = _cut((query, query_at, lse, out_cotangent, delta), n_query)
+
+    def one_key(dq, key_block):
+        key, value, key_at = key_block
+
+        def one_query(carry, query_block):
+            query, query_at, lse, out_cotangent, delta, dq = query_block
+
+            def see():
+                dq_part, dk_part, dv_part = _pair_backward(query, key, value, visible(query_at, key_at, window), lse, out_cotangent, delta)
+                return (carry[0] + dk_part, carry[1] + dv_part), dq + dq_part
+
+            return lax.cond(may_see(query_at, key_at, window), see, lambda: (carry, dq))
+
+        empty = match((jnp.zeros(key.shape, acc), jnp.zeros(value.shape, acc)), *types)
+        (dk, dv), dq = lax.scan(one_query, empty, (*queries, dq))
+        return dq, (dk, dv)
+
+    dq = match(jnp.zeros((n_query, query.shape[0], query.shape[1] // n_query, *query.shape[2:]), acc), *types)
+    dq, keys = lax.scan(one_key, dq, _cut((key, value, key_at), n_key))
+    dk, dv = _join(keys)
+    return _join(dq), dk, dv
+
+
+def row_sum(out, out_cotangent):
+    """delta of the backward pass: [b,s,M,G]."""
+    return (out.astype(wide(out.dtype)) * out_cotangent.astype(wide(out.dtype))).sum(-1)

@@ -1,0 +1,21 @@
+"""From the parameter table to nnx parameters: shapes only, values come with the state."""
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def declare(table, name):
+    """`nnx.Param` of table entry `name`, carrying its name and labels; table: {name: params.Parameter}."""
+    parameter = table[name]
+    return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.float32), path=name, labels=parameter.labels)
+
+
+def is_parameter(node):
+    return isinstance(node, nnx.Variable)
+
+
+def fill(module, values):
+    """A copy of `module` whose parameters hold values[name] (arrays, or any pytree per parameter)."""
+    structure, state = nnx.split(module)
+    filled = jax.tree.map(lambda variable: variable.replace(values[variable.get_metadata("path")]), state, is_leaf=is_parameter)
+    return nnx.merge(structure, filled)

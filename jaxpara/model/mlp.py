@@ -1,0 +1,29 @@
+"""Feed-forward: GELU with biases (GPT-2) or SwiGLU (Llama). Column-parallel, then row-parallel."""
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpara.model.declare import declare
+
+
+class MLP(nnx.Module):
+    def __init__(self, table, name, model):
+        self.up, self.down = declare(table, f"{name}.up"), declare(table, f"{name}.down")
+        self.gated = model.style == "llama"
+        if self.gated:
+            self.gate = declare(table, f"{name}.gate")
+        else:
+            self.up_bias, self.down_bias = declare(table, f"{name}.up_bias"), declare(table, f"{name}.down_bias")
+
+    def __call__(self, x, ctx):
+        """x: [b, s, H], inside a block. Returns [b, s, H], summed over the inner width by `Ctx.exit`; without the down bias."""
+        inner = jnp.einsum("bsh,hf->bsf", x, self.up[...])
+        if self.gated:
+            inner = jax.nn.silu(jnp.einsum("bsh,hf->bsf", x, self.gate[...])) * inner
+        else:
+            inner = jax.nn.gelu(inner + self.up_bias[...], approximate=True)
+        return jnp.einsum("bsf,fh->bsh", inner, self.down[...])
+
+    def bias(self, x):
+        """Add the down bias: once, after the inner width is summed."""
+        return x if self.gated else x + self.down_bias[...]

@@ -1,0 +1,145 @@
+"""Run -> Program: init, step, loss_and_grads, params, logits, lower.
+
+Gradients come from the chosen lowering (`gradients.py`). The optimizer runs in the global view: plain `jit`, optax unmodified, on
+arrays placed by the optimizer specs, so that norms and clipping see whole logical arrays; going back to the storage specs is
+the parameter all-gather of ZeRO-1 and 2.
+"""
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxpara import checks, gradients
+from jaxpara.batch import place_batch, slots, specs
+from jaxpara.data.order import inverse
+from jaxpara.errors import ConfigError
+from jaxpara.mesh import sharding
+from jaxpara.model import GPT
+from jaxpara.optim import optimizer, schedule
+from jaxpara.params import parameters
+from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
+from jaxpara.targets import place
+from jaxpara.zero import placements
+
+
+def build(run, target=None):
+    """`Program` of a resolved `Run` (from `jaxpara.load`), for this process's devices or for a target ("cpu:8") to compile for.
+
+    Sets up fake CPU devices when no accelerator is present, and 64-bit mode when the run's precision asks for float64. Raises
+    ConfigError with every violation before anything is compiled.
+    """
+    run, mesh = place(run, target)
+    errors, notes = checks.check(run)
+    if errors:
+        raise ConfigError(*errors)
+    check_random()
+    if run.precision.wide:
+        jax.config.update("jax_enable_x64", True)
+    return Program(replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes)))), mesh)
+
+
+class Metrics(dict):
+    """Metrics of a step by name, read as Python floats; reading waits for the step to finish, holding them does not."""
+
+    def __getitem__(self, name):
+        return float(super().__getitem__(name))
+
+    def items(self):
+        return [(name, self[name]) for name in self]
+
+    def values(self):
+        return [self[name] for name in self]
+
+
+class Program:
+    """A training program for one run on one mesh. Nothing is compiled until it is first used, and then once."""
+
+    def __init__(self, run, mesh):
+        self.run, self.mesh = run, mesh
+        self.placements = placements(run)
+        self.model = GPT({parameter.name: parameter for parameter in parameters(run.model)}, run.model)
+        self.optimizer, self.schedule = optimizer(run), schedule(run)
+        self.shardings = state_shardings(run, self.placements, mesh, self.optimizer)
+        lowering = gradients.manual if run.parallel.lowering == "manual" else gradients.annotated
+        self._gradients = lowering(run, mesh, self.placements, self.model)
+        scalar = sharding(mesh, ())
+        self._step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, scalar))
+        self._init = jax.jit(lambda: initial_state(run, self.placements, self.optimizer), out_shardings=self.shardings)
+        self._adopt = jax.jit(lambda params: initial_state(run, self.placements, self.optimizer, params), out_shardings=self.shardings)
+        self._loss_and_grads = jax.jit(self._gradients)
+        self._logits = jax.jit(gradients.logits(run, mesh, self.placements, self.model))
+
+    def init(self, params=None):
+        """`State` before step 1, drawn from train.seed: the same bits on every mesh. params: {dotted path: array} to start from instead,
+        one entry per layer as `params()` gives them."""
+        if params is None:
+            return self._init()
+        return self._adopt(from_single_device(params, self.placements))
+
+    def put(self, batch):
+        """Check a global batch (dict of integer arrays [B, S]: tokens, targets, optional positions, segments) and place it on the mesh."""
+        return place_batch(batch, self.run, self.mesh)
+
+    def step(self, state, batch):
+        """One optimizer step: (state, batch) -> (state, metrics). `state` is donated: use the returned one.
+
+        batch: as for `put`, or what `put` returned. metrics: loss (mean over counted targets), grad_norm (before clipping), tokens
+        (counted), lr; and stopped (the step at which loss or gradient was not finite, else -1: from then on nothing is updated).
+        """
+        batch = batch if "number" in batch else self.put(batch)
+        state, metrics = self._step(state, batch)
+        return state, Metrics(metrics)
+
+    def loss_and_grads(self, state, batch):
+        """(loss, {dotted path: np.ndarray}): gradients of the mean loss in the single-device layout, one entry per layer."""
+        batch = batch if "number" in batch else self.put(batch)
+        loss, _, grads = self._loss_and_grads(state.params, batch, state.step)
+        return float(loss), to_single_device(grads, self.placements)
+
+    def params(self, state):
+        """{dotted path: np.ndarray} in the single-device layout, one entry per layer; the master copy where there is one."""
+        return to_single_device(state.master or state.params, self.placements)
+
+    def logits(self, state, batch):
+        """np.ndarray [B, S, V] in natural order, without dropout. batch: as for `step` (targets may be missing), any B the mesh divides."""
+        batch = {"targets": np.zeros_like(batch["tokens"]), **batch}
+        placed = place_batch(batch, self.run, self.mesh, fixed=False)
+        out = np.asarray(self._logits(state.params, placed))[0]
+        return out[:, inverse(slots(self.run, out.shape[1])), :self.run.model.vocab]
+
+    def lower(self):
+        """The train step lowered for abstract arguments (nothing is allocated); `.compile()` it to read HLO, memory and cost."""
+        shapes = jax.eval_shape(lambda: initial_state(self.run, self.placements, self.optimizer))
+        abstract = lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+        state = jax.tree.map(abstract, shapes, self.shardings)
+        m, rows = self.run.train.microbatches, self.run.train.batch // self.run.train.microbatches
+        batch = {name: jax.ShapeDtypeStruct((m, rows, self.run.train.seq)[:2 if name == "number" else 3], jnp.int32,
+                                            sharding=jax.NamedSharding(self.mesh, spec)) for name, spec in specs(self.run).items()}
+        return self._step.lower(state, batch)
+
+    def _train_step(self, state, batch):
+        loss, tokens, grads = self._gradients(state.params, batch, state.step)
+        with jax.named_scope("optimizer"):
+            return self._update(state, loss, tokens, grads)
+
+    def _update(self, state, loss, tokens, grads):
+        run, place_as = self.run, lambda tree, kind: lax.with_sharding_constraint(
+            tree, {name: sharding(self.mesh, getattr(self.placements[name], kind)) for name in tree})
+        wide = {name: gradient.astype(jnp.promote_types(run.precision.optimizer, jnp.float32)) for name, gradient in grads.items()}
+        squares = {name: jnp.sum(gradient * gradient) for name, gradient in wide.items()}
+        norm = jnp.sqrt(sum(squares.values()))
+        healthy = (state.stopped < 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
+        if run.optim.clip is not None:
+            wide = {name: gradient * jnp.minimum(1, run.optim.clip / jnp.maximum(norm, 1e-30)) for name, gradient in wide.items()}
+        now = place_as(state.master or state.params, "optimizer")
+        updates, optimizer_state = self.optimizer.update(wide, state.optimizer, now)
+        keep = lambda new, old: jax.tree.map(lambda new, old: jnp.where(healthy, new, old).astype(old.dtype), new, old)
+        new = place_as(keep(optax.apply_updates(now, updates), now), "optimizer")
+        params = place_as(place_as({name: value.astype(run.precision.params) for name, value in new.items()}, "optimizer"), "storage")
+        stopped = jnp.where(healthy | (state.stopped >= 0), state.stopped, state.step)
+        metrics = {"loss": loss, "grad_norm": norm, "tokens": tokens, "lr": jnp.asarray(self.schedule(state.step)), "stopped": stopped}
+        return State(state.step + healthy, params, new if run.precision.master else None,
+                     keep(optimizer_state, state.optimizer), stopped), metrics
