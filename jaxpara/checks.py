@@ -132,11 +132,12 @@ def _heads(run):
 
 def _sequence(run):
     seq, mesh, parallel = run.train.seq, run.mesh, run.parallel
-    border = mesh.sp * (mesh.tp if parallel.tp_sequence else 1)
+    by_tp = parallel.tp_sequence or parallel.zero_r and parallel.remat == "full"
+    border = mesh.sp * (mesh.tp if by_tp else 1)
     zigzag = parallel.sp_order == "zigzag" and ring_degree(run) > 1
     step = lcm(border, 2 * ring_degree(run)) if zigzag else border
     if seq % step:
-        what = [f"mesh.sp = {mesh.sp}"] + [f"mesh.tp = {mesh.tp} (tp_sequence)"] * (border != mesh.sp)
+        what = [f"mesh.sp = {mesh.sp}"] + [f"mesh.tp = {mesh.tp} ({'tp_sequence' if parallel.tp_sequence else 'zero_r'})"] * (border != mesh.sp)
         what += [f"2·{ring_degree(run)} chunks (zigzag)"] * zigzag
         plain = f" Without zigzag: multiples of {border}." if zigzag and border != step else ""
         yield f"train.seq = {seq} must be a multiple of {step}, for {' and '.join(what)}. Nearest: {nearest(seq, step)}.{plain}"

@@ -214,7 +214,7 @@ class ManualCtx(Ctx):
         def pull(residuals, cotangent):
             shard, stored, number, shared = residuals
             with jax.named_scope("zero_r"):
-                x = lax.all_gather(shard, self.tp, axis=1, tiled=True, to="invariant")
+                x = lax.all_gather(shard, self.tp, axis=1, tiled=True, to="invarying")
             _, pullback = jax.vjp(lambda x, stored: layer(x, stored, number, shared), x, stored)
             return (*pullback(cotangent), None, None)
 

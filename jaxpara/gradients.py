@@ -46,9 +46,8 @@ def accumulate(one, zeros, batch, m):
 def tie(weights, placements, micro):
     """Make the weights that are gathered outside the layers depend on the micro-batch, so that XLA does not gather them once, before the
     accumulation loop, and keep them whole all through it."""
-    names = [name for name, placement in placements.items() if placement.axes(3) and not placement.parameter.stacked]
-    tied, _ = lax.optimization_barrier(({name: weights[name] for name in names}, micro["tokens"]))
-    return {**weights, **tied}
+    outside = {name for name, placement in placements.items() if placement.axes(3) and not placement.parameter.stacked}
+    return {name: lax.optimization_barrier((weight, micro["tokens"]))[0] if name in outside else weight for name, weight in weights.items()}
 
 
 def manual(run, mesh, placements, model):
