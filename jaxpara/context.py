@@ -79,7 +79,11 @@ def differentiable(forward, backward):
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def look_up(table, ids, found, rows, dtype):
     """table[ids] where found, else 0; rows, dtype: the table's. Backward sums repeated ids in float32 or wider."""
-    return jnp.where(found[..., None], table[ids], 0)
+    return _look_up_forward(table, ids, found, rows, dtype)[0]
+
+
+def _look_up_forward(table, ids, found, rows, dtype):
+    return jnp.where(found[..., None], table[ids], 0), (ids, found)
 
 
 def _look_up_backward(rows, dtype, residuals, cotangent):
@@ -89,7 +93,7 @@ def _look_up_backward(rows, dtype, residuals, cotangent):
     return zeros.at[ids].add(wide).astype(dtype), None, None
 
 
-look_up.defvjp(lambda table, ids, found, rows, dtype: (look_up(table, ids, found, rows, dtype), (ids, found)), _look_up_backward)
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class Ctx:
@@ -138,8 +142,7 @@ class Ctx:
         if kind == "full" and self.run.parallel.zero_r and self.tp:
             return self.recompute_from_shard(layer)
         if kind == "selective":
-            attention = policies.save_only_these_names("attention")
-            policy = attention if self.run.parallel.remat_save == "attention" else policies.dots_saveable
+            policy = policies.save_only_these_names({"attention": "attention", "matmuls": "matmul"}[self.run.parallel.remat_save])
         else:
             policy = policies.nothing_saveable if kind == "full" else save_all_but_gathers
         return jax.checkpoint(layer, policy=policy, prevent_cse=False) if kind != "none" or self.gathers() else layer
@@ -242,13 +245,18 @@ def summed_loss(compute):
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
 def _gather_parameter(value, sink, axes, dim, kv, dtype, name):
     """All-gather over the ZeRO-3 axes / reduce-scatter in the sink's dtype. kv: (dim, heads, tp) to use only the rank's own KV head."""
+    return _gather_forward(value, sink, axes, dim, kv, dtype, name)[0]
+
+
+def _gather_forward(value, sink, axes, dim, kv, dtype, name):
+    # not by calling the function above: a checkpoint policy must see the all-gather itself, not a call that hides it
     if kv is not None:
         kv_dim, heads, tp = kv
         value = lax.dynamic_slice_in_dim(value, lax.axis_index("tp") * heads // tp, 1, axis=kv_dim)
-    return gather(value, axes, dim, f"zero3.gather.{name}")
+    return gather(value, axes, dim, f"zero3.gather.{name}"), None
 
 
-def _gather_parameter_backward(axes, dim, kv, dtype, name, _, cotangent):
+def _gather_backward(axes, dim, kv, dtype, name, _, cotangent):
     gradient = scatter(cotangent.astype(dtype), axes, dim, f"zero3.scatter.{name}")
     if kv is not None:
         kv_dim, heads, tp = kv
@@ -258,7 +266,7 @@ def _gather_parameter_backward(axes, dim, kv, dtype, name, _, cotangent):
     return None, gradient
 
 
-_gather_parameter.defvjp(lambda *arguments: (_gather_parameter(*arguments), None), _gather_parameter_backward)
+_gather_parameter.defvjp(_gather_forward, _gather_backward)
 
 
 class AnnotatedCtx(Ctx):
@@ -349,5 +357,5 @@ def _place_parameter(value, sink, base, storage, dtype):
 
 
 _place_parameter.defvjp(
-    lambda *arguments: (_place_parameter(*arguments), None),
+    lambda value, sink, base, storage, dtype: (lax.with_sharding_constraint(value, base), None),
     lambda base, storage, dtype, _, cotangent: (None, lax.with_sharding_constraint(cotangent.astype(dtype), storage)))

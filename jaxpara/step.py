@@ -110,15 +110,18 @@ class Program:
         out = np.asarray(self._logits(state.params, placed))[0]
         return out[:, inverse(slots(self.run, out.shape[1])), :self.run.model.vocab]
 
-    def lower(self):
-        """The train step lowered for abstract arguments (nothing is allocated); `.compile()` it to read HLO, memory and cost."""
+    def abstract(self):
+        """(state, batch) as `jax.ShapeDtypeStruct`s with shardings: what `step` takes, with nothing allocated."""
         shapes = jax.eval_shape(lambda: initial_state(self.run, self.placements, self.optimizer))
-        abstract = lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
-        state = jax.tree.map(abstract, shapes, self.shardings)
+        state = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, self.shardings)
         m, rows = self.run.train.microbatches, self.run.train.batch // self.run.train.microbatches
         batch = {name: jax.ShapeDtypeStruct((m, rows, self.run.train.seq)[:2 if name == "number" else 3], jnp.int32,
                                             sharding=jax.NamedSharding(self.mesh, spec)) for name, spec in specs(self.run).items()}
-        return self._step.lower(state, batch)
+        return state, batch
+
+    def lower(self):
+        """The train step lowered for abstract arguments; `.compile()` it to read HLO, memory and cost."""
+        return self._step.lower(*self.abstract())
 
     def _train_step(self, state, batch):
         loss, tokens, grads = self._gradients(state.params, batch, state.step)

@@ -1,6 +1,7 @@
 """Multi-head attention with grouped KV heads. Every device sees whole heads; how many is the parameters' business."""
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.model.declare import declare
 from jaxpara.model.norm import rms
@@ -22,7 +23,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x, rope, ctx):
         """x: [b, s, H], inside a block (see `Ctx.enter`). Returns [b, s, H], summed over heads by `Ctx.exit`; without the output bias."""
-        query, key, value = (jnp.einsum("bsh,hnd->bsnd", x, weight[...]) for weight in (self.query, self.key, self.value))
+        project = lambda weight: checkpoint_name(jnp.einsum("bsh,hnd->bsnd", x, weight[...]), "matmul")
+        query, key, value = project(self.query), project(self.key), project(self.value)
         if self.biased:
             query, key, value = query + self.query_bias[...], key + self.key_bias[...], value + self.value_bias[...]
         if self.normed:
@@ -34,7 +36,7 @@ class Attention(nnx.Module):
 
     def norm_heads(self, heads, scale):
         wide = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))
-        return (rms(wide, self.eps) * scale[...]).astype(heads.dtype)
+        return rms(wide, self.eps).astype(heads.dtype) * scale[...]
 
     def bias(self, x):
         """Add the output bias: once, after the heads are summed."""

@@ -2,6 +2,7 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.model.attention import Attention
 from jaxpara.model.embedding import Embedding, Head
@@ -20,7 +21,7 @@ class Block(nnx.Module):
 
     def __call__(self, x, layer, rope, ctx):
         """x: [b, s, H] at a border; layer: int32 [], its number; rope: tables or None. Returns the same layout."""
-        heads = ctx.exit(self.attention(ctx.enter(self.norm1(x), "attention"), rope, ctx), "attention")
+        heads = checkpoint_name(ctx.exit(self.attention(ctx.enter(self.norm1(x), "attention"), rope, ctx), "attention"), "matmul")
         x += ctx.dropout(self.attention.bias(heads), ATTENTION_SITE, layer)
         inner = ctx.exit(self.mlp(ctx.enter(self.norm2(x), "mlp"), ctx), "mlp")
         return x + ctx.dropout(self.mlp.bias(inner), MLP_SITE, layer)

@@ -2,6 +2,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.model.declare import declare
 
@@ -17,9 +18,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x, ctx):
         """x: [b, s, H], inside a block. Returns [b, s, H], summed over the inner width by `Ctx.exit`; without the down bias."""
-        inner = jnp.einsum("bsh,hf->bsf", x, self.up[...])
+        project = lambda weight: checkpoint_name(jnp.einsum("bsh,hf->bsf", x, weight[...]), "matmul")
+        inner = project(self.up)
         if self.gated:
-            inner = jax.nn.silu(jnp.einsum("bsh,hf->bsf", x, self.gate[...])) * inner
+            inner = jax.nn.silu(project(self.gate)) * inner
         else:
             inner = jax.nn.gelu(inner + self.up_bias[...], approximate=True)
         return jnp.einsum("bsf,fh->bsh", inner, self.down[...])

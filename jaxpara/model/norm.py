@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, in float32 or wider."""
+"""LayerNorm and RMSNorm: statistics in float32 or wider, scaled in the compute dtype (so that no wider copy of a gathered scale is kept)."""
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -18,10 +18,10 @@ class Norm(nnx.Module):
     def __call__(self, x):
         """x: [..., H]; returns the same shape and dtype."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if not hasattr(self, "bias"):
-            return (rms(wide, self.eps) * self.scale[...]).astype(x.dtype)
-        wide -= wide.mean(-1, keepdims=True)
-        return (rms(wide, self.eps) * self.scale[...] + self.bias[...]).astype(x.dtype)
+        if hasattr(self, "bias"):
+            wide -= wide.mean(-1, keepdims=True)
+        normed = rms(wide, self.eps).astype(x.dtype) * self.scale[...]
+        return normed + self.bias[...] if hasattr(self, "bias") else normed
 
 
 def rms(x, eps):
