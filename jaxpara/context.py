@@ -153,8 +153,9 @@ class Ctx:
 
 
 def save_all_but_gathers(primitive, *_, **__):
-    """Checkpoint policy of remat = none: recompute only what a device holds a piece of anyway (slices of KV weights included)."""
-    return primitive.name not in ("all_gather", "all_gather_invariant", "dynamic_slice")
+    """Checkpoint policy of remat = none: recompute only what a device holds a piece of anyway, and views of it (the slice of a KV
+    weight, a norm's scale broadcast over tokens), which would keep the gathered weight under another name."""
+    return primitive.name not in ("all_gather", "all_gather_invariant", "dynamic_slice", "broadcast_in_dim")
 
 
 class ManualCtx(Ctx):
