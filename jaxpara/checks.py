@@ -3,6 +3,7 @@
 `check` collects all violations instead of stopping at the first. Each message gives the value, the rule, and the nearest
 legal values.
 """
+import re
 from math import lcm
 from pathlib import Path
 
@@ -10,26 +11,48 @@ from jaxpara.config import BATCH_AXES, BYTES, AXES, Run, fill_auto, resolve, set
 from jaxpara.params import padded_vocab
 
 
-def check(run, typed=frozenset()):
-    """(violations, notes) of a resolved run. typed: the dotted names a user gave in this call, which may not be idle."""
-    mesh = run.mesh
-    wrong = list(_numbers(run))
-    if wrong:
-        return wrong, []
+DERIVED = {"model.kv_heads": ("model.heads",), "model.head_dim": ("model.width", "model.heads"), "model.ffn": ("model.width",),
+           "model.max_positions": ("train.seq",)}
+"""What `config.resolve` derives a setting from: a derived value is as wrong as its source, which alone is reported."""
+
+
+def check(run, typed=frozenset(), unusable=frozenset()):
+    """(violations, notes) of a resolved run. typed: the dotted names a user gave in this call, which may not be idle. unusable: names
+    whose given value could not be read; nothing is said about the value that stands in for it."""
+    numbers = dict(_numbers(run))
+    wrong = [message for name, message in numbers.items() if not any(source in numbers for source in DERIVED.get(name, ()))]
+    run = _mend(run, numbers)
+    mesh, unknown = run.mesh, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in {*numbers, *unusable}) or "(?!)")
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision, _optimizer):
-        wrong += rule(run)
+    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision, _optimizer) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
         if auto and reason.endswith(f"mesh.{auto} = 1."):
             continue
         if name in typed:
-            wrong.append(f"{name} = {value} cannot take effect: {reason} Leave it out, or change what it depends on.")
+            found.append(f"{name} = {text(value)} cannot take effect: {reason} Leave it out, or change what it depends on.")
         elif value != defaults[name]:
-            notes.append(f"{name} = {value} is idle: {reason}")
-    return wrong, notes + _notes(run)
+            notes.append(f"{name} = {text(value)} is idle: {reason}")
+    return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run)
+
+
+def _mend(run, names):
+    """`run` with default values for the settings in `names`, so that the rules about other settings can still be checked."""
+    defaults = {name: value for name, _, value in settings_of(Run())}
+    for name in names:
+        *parents, leaf = name.split(".")
+        change = {leaf: defaults[name]}
+        for parent in reversed(parents):
+            change = {parent: change}
+        run = run.change(**change)
+    return resolve(run)
+
+
+def text(value):
+    """A setting's value as it is typed on a command line: none, true, false, 2."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _rest(mesh):
@@ -54,33 +77,36 @@ def listed(values):
 
 
 def _numbers(run):
+    """Yield (setting, violation) of every number out of its own range."""
     positive = ["model.layers", "model.width", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.window",
                 "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "train.batch", "train.seq", "train.microbatches",
                 "train.steps", "model.rope_theta", "model.norm_eps", "optim.eps", "optim.clip", "precision.loss_scale"]
     positive += [f"mesh.{axis}" for axis in AXES]
     values = {name: value for name, _, value in settings_of(run)}
     for name in positive:
-        if values[name] not in (None, "auto") and values[name] <= 0:
-            switch = " (none switches it off)" if name in ("optim.clip", "model.window") else ""
-            yield f"{name} = {values[name]} must be greater than 0{switch}."
-    autos = [axis for axis, size in run.mesh.sizes.items() if size == "auto"]
-    if len(autos) > 1:
-        yield f"mesh.{' and mesh.'.join(autos)} are both auto: one axis can be filled from the device count; give the others numbers."
+        value = values[name]
+        if value not in (None, "auto") and value <= 0:
+            switch = ", or none to switch it off" if name in ("optim.clip", "model.window") else ""
+            yield name, f"{name} = {value} must be greater than 0. Legal: {'1 or more' if isinstance(value, int) else 'any number above 0'}{switch}."
+    autos = [f"mesh.{axis}" for axis, size in run.mesh.sizes.items() if size == "auto"]
+    for name in autos[1:]:
+        yield name, (f"{name} = auto beside {autos[0]} = auto: one axis can be filled from the number of devices. "
+                     f"Legal: a number for one of them.")
     if values["model.vocab"] < 2:
-        yield f"model.vocab = {values['model.vocab']} must be at least 2."
+        yield "model.vocab", f"model.vocab = {values['model.vocab']} must be at least 2. Legal: 2 or more (256 for bytes)."
     for name in [name for name in values if name.startswith("parallel.zero.")]:
         if values[name] not in (0, 1, 2, 3):
-            yield f"{name} = {values[name]} is not a ZeRO stage. Legal: 0, 1, 2, 3."
-    for name, top in (("model.dropout", 1), ("optim.b1", 1), ("optim.b2", 1), ("optim.momentum", 1)):
-        if not 0 <= values[name] < top:
-            yield f"{name} = {values[name]} must be at least 0 and less than {top}."
+            yield name, f"{name} = {values[name]} is not a ZeRO stage. Legal: 0, 1, 2, 3."
+    for name in ("model.dropout", "optim.b1", "optim.b2", "optim.momentum"):
+        if not 0 <= values[name] < 1:
+            yield name, f"{name} = {values[name]} is out of range. Legal: from 0 to less than 1, such as {'0.9' if values[name] >= 1 else '0'}."
     for name in ("optim.lr", "optim.weight_decay", "optim.warmup", "train.seed"):
         if values[name] < 0:
-            yield f"{name} = {values[name]} must not be negative."
+            yield name, f"{name} = {values[name]} must not be negative. Legal: 0 or more."
     if not 0 <= values["optim.final"] <= 1:
-        yield f"optim.final = {values['optim.final']} is a part of optim.lr: it must be from 0 to 1."
+        yield "optim.final", f"optim.final = {values['optim.final']} is a part of optim.lr. Legal: from 0 to 1."
     if values["train.seed"] >= 2 ** 32:
-        yield f"train.seed = {values['train.seed']} must be less than 2**32."
+        yield "train.seed", f"train.seed = {values['train.seed']} does not fit 32 bits. Legal: 0 to {2 ** 32 - 1}."
 
 
 def _unbuilt(run):
@@ -98,31 +124,33 @@ def ulysses_degree(run):
 
 def ring_degree(run):
     """Ways that sp splits the sequence inside attention."""
-    return run.mesh.sp // ulysses_degree(run)
+    return max(run.mesh.sp // ulysses_degree(run), 1)
 
 
 def _heads(run):
     model, tp = run.model, run.mesh.tp
     heads, kv = model.heads, model.kv_heads
-    if heads % kv:
-        yield f"model.kv_heads = {kv} does not divide model.heads = {heads} (each KV head serves a whole group). Legal: {listed(divisors(heads))}."
-        return
     if model.style == "llama" and model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim} is odd: RoPE rotates pairs. Nearest: {model.head_dim - 1 or 2}, {model.head_dim + 1}."
+    if heads % kv:
+        yield f"model.kv_heads = {kv} does not divide model.heads = {heads} (each KV head serves a whole group). Legal: {listed(divisors(heads))}."
     fits = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
     if heads % tp:
         yield (f"mesh.tp = {tp} does not divide model.heads = {heads} (each device needs whole heads). "
                f"Legal tp for {heads} heads, {kv} of them KV: {listed(fits)}.")
-        return
-    if tp not in fits:
+    elif tp not in fits:
         yield (f"mesh.tp = {tp} does not fit model.kv_heads = {kv}: tp must divide the KV heads, or be a multiple of them "
                f"(then each KV head is copied to tp / kv_heads devices). Legal tp: {listed(fits)}.")
-        return
     if run.parallel.sp_kind == "hybrid" and (run.parallel.sp_ulysses is None or run.mesh.sp % run.parallel.sp_ulysses):
-        yield (f"parallel.sp_ulysses = {run.parallel.sp_ulysses} must divide mesh.sp = {run.mesh.sp} when sp_kind = hybrid. "
+        yield (f"parallel.sp_ulysses = {text(run.parallel.sp_ulysses)} must divide mesh.sp = {run.mesh.sp} when sp_kind = hybrid. "
                f"Legal: {listed(divisors(run.mesh.sp))}.")
-        return
-    inner, queries, keys = ulysses_degree(run), heads // tp, max(kv // tp, 1)
+    elif not heads % kv and tp in fits:
+        yield from _ulysses_heads(run)
+
+
+def _ulysses_heads(run):
+    heads, kv, tp, inner = run.model.heads, run.model.kv_heads, run.mesh.tp, ulysses_degree(run)
+    queries, keys = heads // tp, max(kv // tp, 1)
     legal = [n for n in divisors(queries) if keys % n == 0 or n % keys == 0]
     if inner not in legal:
         name = "mesh.sp" if run.parallel.sp_kind == "ulysses" else "parallel.sp_ulysses"
@@ -181,7 +209,7 @@ def _precision(run):
 def _optimizer(run):
     if run.optim.schedule != "constant" and run.optim.warmup >= run.train.steps:
         yield (f"optim.warmup = {run.optim.warmup} leaves no step for the {run.optim.schedule} schedule of train.steps = {run.train.steps}. "
-               f"Legal: up to {run.train.steps - 1}.")
+               f"Legal: up to {run.train.steps - 1} (or more steps).")
 
 
 def check_data(run):

@@ -60,6 +60,11 @@ class Mesh:
         """The axis still to be filled, or None."""
         return next((axis for axis, size in self.sizes.items() if size == "auto"), None)
 
+    @property
+    def text(self):
+        """fsdp2·sp2·tp2; "one device" when every axis has size 1."""
+        return "·".join(f"{axis}{size}" for axis, size in self.sizes.items() if size != 1) or "one device"
+
     def live(self, axes=AXES):
         """The axes among `axes` with more than one device: the only ones that can carry traffic."""
         return tuple(axis for axis in axes if getattr(self, axis) > 1)

@@ -124,7 +124,7 @@ def logits(run, mesh, placements, model):
 
     def forward(make_ctx, cast, params, batch):
         micro = {name: array[0] for name, array in batch.items()}
-        stored = {name: Stored(cast(name, value.astype(compute)), jnp.zeros((), compute), name) for name, value in params.items()}
+        stored = {name: Stored(cast(name, value.astype(compute)), jnp.zeros(value.shape, compute), name) for name, value in params.items()}
         return fill(model, stored).logits(micro["tokens"], make_ctx(rows_of(micro, run, None)))[None]
 
     if run.parallel.lowering == "annotated":

@@ -47,9 +47,9 @@ def make_mesh(config, devices=None):
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) < config.size:
-        raise ConfigError(f"The mesh needs {config.size} devices ({shape_text(config)}); there are {len(devices)}.")
+        raise ConfigError(f"The mesh needs {config.size} devices ({config.text}); there are {len(devices)}.")
     if devices[0].platform != "cpu" and len(devices) != config.size:
-        raise ConfigError(f"The mesh {shape_text(config)} = {config.size} would leave {len(devices) - config.size} of {len(devices)} "
+        raise ConfigError(f"The mesh {config.text} = {config.size} would leave {len(devices) - config.size} of {len(devices)} "
                           f"{devices[0].platform} devices idle. Make one axis auto, or restrict the visible devices.")
     shape = tuple(config.sizes.values())
     return check_axis_types(Mesh(np.asarray(devices[:config.size]).reshape(shape), AXES))
@@ -63,11 +63,6 @@ def check_axis_types(mesh):
         raise ConfigError(f"The mesh has axes of another type than Auto ({found}). jax.make_mesh makes Explicit axes by default; pass "
                           "axis_types=(jax.sharding.AxisType.Auto,) * len(names), or use jax.sharding.Mesh.")
     return mesh
-
-
-def shape_text(config):
-    """fsdp2·sp2·tp2; "one device" when every axis has size 1."""
-    return "·".join(f"{axis}{size}" for axis, size in config.sizes.items() if size != 1) or "one device"
 
 
 def partition(spec):

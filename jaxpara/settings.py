@@ -3,6 +3,7 @@ import difflib
 import importlib.util
 import json
 import math
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,21 +14,25 @@ from jaxpara.config import Run, resolve, settings_of
 from jaxpara.errors import ConfigError
 
 
-def load(name, overrides=None):
+def load(name, overrides=None, data=False):
     """Recipe name, path of a recipe (`.py`) or of a saved `config.json`, and dotted overrides -> a resolved, checked `Run`.
 
-    overrides: dict such as {"mesh.tp": 2, "parallel.zero.dp": 1}; values may be strings as typed on a command line.
+    overrides: dict such as {"mesh.tp": 2, "parallel.zero.dp": 1}; values may be strings as typed on a command line. data: check
+    also what matters only when jaxpara reads the text itself.
     Raises ConfigError with every violation at once. A recipe's own value that an override makes idle becomes a line in
     `run.notes`; an idle value among `overrides` is an error.
     """
-    return configure(recipe(name), overrides)
+    return configure(recipe(name), overrides, data)
 
 
-def configure(run, overrides=None):
+def configure(run, overrides=None, data=False):
     """Apply dotted overrides to a `Run`, resolve it and check it; as `load`, which see."""
-    run, typed, wrong = override(run, overrides or {})
-    run = resolve(run)
-    errors, notes = checks.check(run, typed)
+    given = {name: value for name, _, value in settings_of(run)}
+    run, _, wrong = override(Run(notes=run.notes), given)      # a recipe's own values are checked as typed ones are
+    run, typed, more = override(run, overrides or {})
+    run, wrong = resolve(run), wrong + more
+    errors, notes = checks.check(run, typed, set(overrides or {}) - typed)
+    errors += checks.check_data(run) if data else ()
     if wrong or errors:
         raise ConfigError(*wrong, *errors)
     return replace(run, notes=tuple(notes))
@@ -174,12 +179,28 @@ def recipe(name):
         raise ConfigError(f"There is no recipe {name!r}, neither shipped nor a .py or config.json file at that path.{hint} "
                           f"Shipped: {', '.join(shipped)}.")
     if path.suffix == ".json":
-        return loads(path.read_text())
-    spec = importlib.util.spec_from_file_location(f"jaxpara_recipe_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, path.stem, None)
-    run = function() if callable(function) else None
+        try:
+            return loads(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}.") from None
+    run = _call_recipe(path)
     if not isinstance(run, Run):
         raise ConfigError(f"{path} needs a function {path.stem}() that returns a jaxpara.Run.")
     return replace(run, name=path.stem)
+
+
+def _call_recipe(path):
+    """What the function of the file's name returns, or None without one. A recipe is a user's program: its faults are the user's to mend."""
+    spec = importlib.util.spec_from_file_location(f"jaxpara_recipe_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, path.stem, None)
+        return function() if callable(function) else None
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        at = f", line {line}" if line else ""
+        raise ConfigError(f"The recipe {path} does not run{at}: {type(error).__name__}: {error}.") from error

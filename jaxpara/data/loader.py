@@ -30,8 +30,8 @@ class Loader:
         return self._stream.rows(step * self._batch, self._batch)
 
     def where(self, step):
-        """The rows and epochs a step reads, for error messages: "step 3: rows 24 to 31 of the stream, epoch 0 (of 712 rows)"."""
+        """The rows and epochs a step reads, for error messages: "rows 24 to 31 of the stream, epoch 0 (of 712 rows)"."""
         first, last = step * self._batch, (step + 1) * self._batch - 1
         epochs = sorted({row // self._stream.epoch_rows for row in (first, last)})
-        return (f"step {step}: rows {first} to {last} of the stream, epoch{'s' * (len(epochs) > 1)} {' to '.join(map(str, epochs))} "
+        return (f"rows {first} to {last} of the stream, epoch{'s' * (len(epochs) > 1)} {' to '.join(map(str, epochs))} "
                 f"(of {self._stream.epoch_rows} rows)")

@@ -94,8 +94,8 @@ def test_where_names_the_rows_and_epochs(run):
     rows = loader.tokens // 32
     assert rows > 40 and rows % 8
     crossing = rows // 8
-    assert loader.where(3) == f"step 3: rows 24 to 31 of the stream, epoch 0 (of {rows} rows)"
-    assert loader.where(crossing) == f"step {crossing}: rows {crossing * 8} to {crossing * 8 + 7} of the stream, epochs 0 to 1 (of {rows} rows)"
+    assert loader.where(3) == f"rows 24 to 31 of the stream, epoch 0 (of {rows} rows)"
+    assert loader.where(crossing) == f"rows {crossing * 8} to {crossing * 8 + 7} of the stream, epochs 0 to 1 (of {rows} rows)"
     assert loader.where(crossing + 1).endswith(f"epoch 1 (of {rows} rows)")
 
 

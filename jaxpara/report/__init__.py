@@ -1,0 +1,1 @@
+"""What jaxpara says to people: the screens of a run, its progress, the tables of parameters and settings. No JAX."""
