@@ -26,7 +26,7 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision, _optimizer) for message in rule(run)]
+    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
         if auto and reason.endswith(f"mesh.{auto} = 1."):
@@ -35,6 +35,8 @@ def check(run, typed=frozenset(), unusable=frozenset()):
             found.append(f"{name} = {text(value)} cannot take effect: {reason} Leave it out, or change what it depends on.")
         elif value != defaults[name]:
             notes.append(f"{name} = {text(value)} is idle: {reason}")
+    if short := _short_of_steps(run):       # a recipe may be cut to a few steps; what was typed must take effect
+        (found if typed & {"optim.warmup", "optim.schedule"} else notes).append(short)
     return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run)
 
 
@@ -198,18 +200,21 @@ def _precision(run):
         if getattr(precision, name) == "float16" and precision.loss_scale is None:
             yield f"precision.{name} = float16 needs precision.loss_scale (for example 1024), or gradients underflow; bfloat16 needs none."
     master = precision.master
-    if master and BYTES[master] < max(BYTES[precision.params], BYTES[precision.compute]):
-        yield f"precision.master = {master} is narrower than params = {precision.params} or compute = {precision.compute}. Legal: float32, float64."
     if master in ("bfloat16", "float16"):
         yield f"precision.master = {master} keeps no more than the weights do. Legal: float32, float64, none."
+    elif master and BYTES[master] < max(BYTES[precision.params], BYTES[precision.compute]):
+        yield f"precision.master = {master} is narrower than params = {precision.params} or compute = {precision.compute}. Legal: float64."
     if "float64" not in (precision.params, master) and precision.compute == "float64":
         yield f"precision.compute = float64 with params = {precision.params} computes in more than it keeps. Legal: params float64."
 
 
-def _optimizer(run):
-    if run.optim.schedule != "constant" and run.optim.warmup >= run.train.steps:
-        yield (f"optim.warmup = {run.optim.warmup} leaves no step for the {run.optim.schedule} schedule of train.steps = {run.train.steps}. "
-               f"Legal: up to {run.train.steps - 1} (or more steps).")
+def _short_of_steps(run):
+    """Why the schedule never begins; "" if it does."""
+    optim, steps = run.optim, run.train.steps
+    if optim.schedule == "constant" or optim.warmup < steps:
+        return ""
+    return (f"optim.warmup = {optim.warmup} leaves no step for the {optim.schedule} schedule of train.steps = {steps}. "
+            f"Legal: optim.warmup up to {steps - 1}, or more steps.")
 
 
 def check_data(run):

@@ -119,6 +119,8 @@ def perform(arguments):
 
 def main(argv=None):
     """The command; returns its exit status. Nothing a user types makes a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")        # × and · on a terminal that has neither
     try:
         perform(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -1,4 +1,5 @@
 """The run directory: where config.json and metrics.jsonl of a run go. No JAX."""
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -10,10 +11,13 @@ def occupied(run_dir):
     if run_dir is None:
         return
     path = Path(run_dir)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if (path / "metrics.jsonl").exists():
         yield f"--run-dir {path} already holds the metrics of a run. Name a new directory, or leave it out for one under runs/."
-    elif path.exists() and not path.is_dir():
-        yield f"--run-dir {path} is a file. Name a directory, or leave it out for one under runs/."
+    elif not there.is_dir():
+        yield f"--run-dir {path} is no place for a directory: {there} is a file. Name another, or leave it out for one under runs/."
+    elif not os.access(there, os.W_OK):
+        yield f"--run-dir {path} cannot be made: {there} cannot be written to. Name another, or leave it out for one under runs/."
 
 
 def make_directory(run, run_dir):

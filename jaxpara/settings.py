@@ -200,7 +200,7 @@ def _call_recipe(path):
     except ConfigError:
         raise
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
         at = f", line {line}" if line else ""
         raise ConfigError(f"The recipe {path} does not run{at}: {type(error).__name__}: {error}.") from error

@@ -33,7 +33,7 @@ def train(run, run_dir=None, console=None, params=None):
     errors = [*checks.check_data(run), *occupied(run_dir)]
     if errors:
         raise ConfigError(*errors)
-    program, loader = build(run), Loader(run)
+    loader, program = Loader(run), build(run)
     run, console = program.run, console or screen.console()
     directory = make_directory(run, run_dir)
     (directory / "config.json").write_text(dumps(run), encoding="utf-8")

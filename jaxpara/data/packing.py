@@ -8,7 +8,8 @@ class Stream:
     """Endless rows of `seq` tokens; row r depends on the documents, `seq` and `seed` only.
 
     Every document is followed by one separator, which is its last token. In epoch e the documents are laid end to end in an
-    order drawn from (seed, e) and cut into rows; a tail shorter than a row is dropped (what it holds differs by epoch).
+    order drawn from (seed, e) and cut into rows; a tail shorter than a row is dropped (what it holds differs by epoch). The rows
+    are read in an order drawn after it, so that a batch is made of many documents, not of one.
 
     documents: list of 1-D arrays of unsigned tokens, kept in one array of their dtype. seq: tokens per row. separator: token
     id. `tokens`: of an epoch, separators counted. `epoch_rows`: rows of an epoch.
@@ -44,15 +45,15 @@ class Stream:
         while done < count:
             epoch, row = divmod(start + done, self.epoch_rows)
             part = min(count - done, self.epoch_rows - row)
-            for name, values in self._epoch_slice(epoch, row, part).items():
+            for name, values in self._epoch_slice(epoch, slice(row, row + part)).items():
                 rows[name][done:done + part] = values
             done += part
         return rows
 
-    def _epoch_slice(self, epoch, row, count):
-        """As `rows`, for rows of one epoch, numbered from its first."""
-        order, ends = self._epoch(epoch)
-        row_starts = np.arange(row, row + count)[:, None] * self.seq
+    def _epoch_slice(self, epoch, which):
+        """As `rows`, for a slice of the rows of one epoch, numbered as they are read."""
+        order, ends, shuffled = self._epoch(epoch)
+        row_starts = shuffled[which, None] * self.seq
         place = row_starts + np.arange(self.seq)
         segments = np.searchsorted(ends, place, side="right")
         lengths = self._lengths[order[segments]]
@@ -65,9 +66,11 @@ class Stream:
                 "positions": np.minimum(offset, place - row_starts)}
 
     def _epoch(self, epoch):
-        """(order, ends) of an epoch: int64 [documents] each; which document comes n-th, and the place after its separator."""
+        """(order, ends, shuffled) of an epoch: int64 [documents]; which document comes n-th, and the place after its separator; int64
+        [epoch_rows]; which row is read n-th."""
         if self._last is None or self._last[0] != epoch:
             # PCG64 by name: default_rng may come to mean another generator, and a resumed run would read other text.
-            order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self._lengths))
-            self._last = epoch, order, np.cumsum(self._lengths[order])
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            order = generator.permutation(len(self._lengths))
+            self._last = epoch, order, np.cumsum(self._lengths[order]), generator.permutation(self.epoch_rows)
         return self._last[1:]

@@ -35,7 +35,7 @@ def before(run, console, facts=()):
     size_of = f"{model.style}, {model.layers} layers, width {model.width}, {heads}, ffn {model.ffn}, vocab {model.vocab}"
     steps = f"{batch.batch} sequences × {batch.seq} tokens, {batch.microbatches} micro-batch{'es' * (batch.microbatches > 1)}, {batch.steps} steps"
     grid = Table.grid(padding=(0, 2))
-    for name, text in [("model", f"{count(model):,} parameters: {size_of}"), ("mesh", f"{run.mesh.text} ({run.mesh.size} in all)"),
+    for name, text in [("model", f"{count(model):,} parameters: {size_of}"), ("mesh", run.mesh.text + f" ({run.mesh.size} devices)" * (run.mesh.size > 1)),
                        ("precision", precision_text(run.precision)), ("batch", steps), *facts]:
         grid.add_row(Text(name, "bold"), Text(text, overflow="fold"))
     console.print(Text(run.name, "bold cyan"))
@@ -114,9 +114,15 @@ def traffic_table(run, columns):
         table.add_row(f"over {axis}", f"in all {size(total)}", f"{sum(line.calls for line in lines):,}", exact(total), style="cyan")
         for what, kind, when, calls, wire in merged(lines, columns >= WIDE):
             table.add_row(f"  {what}", kind, f"{calls:,}", exact(wire), *[when] * (columns >= WIDE))
-    if run.parallel.lowering == "annotated":
-        table.caption = "As the manual lowering sends it; under annotated, XLA chooses the collectives."
+    table.caption, table.caption_justify = source_of(run), "left"
     return table
+
+
+def source_of(run):
+    """Where the numbers of a traffic table come from."""
+    if run.parallel.lowering == "annotated":
+        return "As the manual lowering sends it; under annotated, XLA chooses the collectives."
+    return "Closed forms of the configuration, ring algorithms; compilers may choose others."
 
 
 def merged(lines, timely):
@@ -154,6 +160,7 @@ def after(run, console, done):
         for axis, lines in sent.items():
             wire = sum(line.wire for line in lines)
             table.add_row(f"over {axis}", both(wire), both(wire * steps), style="cyan")
+        table.caption, table.caption_justify = source_of(run), "left"
         console.print(table)
     else:
         console.print("One device: nothing was sent.")

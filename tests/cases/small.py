@@ -2,7 +2,6 @@
 from functools import lru_cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,14 +25,14 @@ def program(**overrides):
     return jaxpara.build(run(**overrides))
 
 
-def weights(model, seed=0):
-    """{dotted path: array} of parameters large enough to matter, biases and scales included."""
+def weights(model, spread=0.3, seed=0):
+    """{dotted path: array} of parameters large enough to matter, biases and scales included; spread 0: scales 1, the rest 0."""
     generator, values = np.random.default_rng(seed), {}
     for parameter in parameters(model):
         paths = [unstack(parameter.name, i) for i in range(model.layers)] if parameter.stacked else [parameter.name]
         shape = parameter.shape[parameter.stacked:]
         for path in paths:
-            values[path] = ((parameter.init == "ones") + generator.standard_normal(shape) * 0.3).astype(np.float32)
+            values[path] = ((parameter.init == "ones") + generator.standard_normal(shape) * spread).astype(np.float32)
     return values
 
 
@@ -102,7 +101,3 @@ def text(made):
 def total_bytes(tree):
     """Bytes of a pytree on the first device of each array."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def same(x):
-    return jnp.asarray(x)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxpara
-from equivalence.hard import error, hard_batch, make_run
+from equivalence.hard import awake, error, hard_batch, make_run
 from equivalence.matrix import CASES, on_one_device, settings
 
 LIMIT = {"float64": 1e-9, "float32": 1e-5}
@@ -17,6 +17,7 @@ def train(overrides, packed, dtype, optimizer, start=None):
     With plain SGD at rate 1 the first step *is* the gradient: exact enough in float64; float32 asks `loss_and_grads`.
     """
     program = jaxpara.build(make_run(overrides, dtype, optimizer))
+    start = awake(program.params(program.init())) if start is None else start
     batch, state = hard_batch(packed), program.init(start)
     before, first, grads = program.params(state), None, None
     if (dtype, optimizer) == ("float32", "sgd"):
@@ -81,9 +82,8 @@ def test_loss_and_grads_is_the_gradient_of_the_step():
     """The public gradients are those that the first SGD step shows, and the reported norm is theirs."""
     overrides, packed = settings("llama fsdp2 sp2 tp2 zigzag megatron")
     program = jaxpara.build(make_run(overrides, "float64", "sgd"))
-    state, batch = program.init(), hard_batch(packed)
-    loss, grads = program.loss_and_grads(state, batch)
-    first, stepped, _, _ = train(overrides, packed, "float64", "sgd")
+    first, stepped, _, start = train(overrides, packed, "float64", "sgd")
+    loss, grads = program.loss_and_grads(program.init(start), hard_batch(packed))
     assert error(stepped, grads)[0] < 1e-9
     assert abs(np.sqrt(sum((leaf ** 2).sum() for leaf in grads.values())) / first["grad_norm"] - 1) < 1e-12
     assert abs(loss / first["loss"] - 1) < 1e-12
