@@ -99,7 +99,7 @@ def suggestion(name, known):
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     if close or leaf:
-        return f" Did you mean {' or '.join(dict.fromkeys(leaf + close))}?"
+        return f" Did you mean {' or '.join(list(dict.fromkeys(close[:1] + leaf + close))[:3])}?"
     parent = name.partition(".")[0]
     below = [other for other in known if other.startswith(parent + ".")]
     return f" Known: {', '.join(below or sorted({other.partition('.')[0] for other in known}))}."

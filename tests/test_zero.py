@@ -27,11 +27,11 @@ def test_a_hybrid_table_by_hand():
     """fsdp2 stage 3, sp2 stage 2, dp2 stage 1, tp2: added to the largest dim that divides, stage 3 first."""
     found = placements(run_of(mesh__dp=2, mesh__fsdp=2, mesh__sp=2, mesh__tp=2, parallel__zero__sp=2, parallel__zero__dp=1,
                               model=dict(width=24, vocab=80)))
-    table = found["embedding.tokens"]                      # [80/tp, 24]: 40 of 80 rows on a device, more than 24
+    table = found["embedding.tokens"]                      # [80/tp, 24]: 40 rows split eight ways, and there are more of them
     assert specs(table) == ((("tp", "fsdp"), ()), (("tp", "fsdp", "sp"), ()), (("tp", "fsdp", "sp", "dp"), ()))
     query = found["layers.attention.query"]                # [3, 24, 8/tp, 6]: width
     assert specs(query) == (((), ("fsdp",), ("tp",), ()), ((), ("fsdp", "sp"), ("tp",), ()), ((), ("fsdp", "sp", "dp"), ("tp",), ()))
-    up = found["layers.mlp.up"]                            # [3, 24, 40/tp]: 24 is larger than 20
+    up = found["layers.mlp.up"]                            # [3, 24, 40/tp]: 20 does not split eight ways, 24 does
     assert specs(up) == (((), ("fsdp",), ("tp",)), ((), ("fsdp", "sp"), ("tp",)), ((), ("fsdp", "sp", "dp"), ("tp",)))
     scale = found["layers.norm1.scale"]                    # [3, 24]
     assert specs(scale) == (((), ("fsdp",)), ((), ("fsdp", "sp")), ((), ("fsdp", "sp", "dp")))
@@ -108,15 +108,16 @@ def test_what_holds_on_every_mesh(dp, fsdp, sp, tp, zero_dp, zero_fsdp, zero_sp,
         for axis in placement.dropped:
             assert f"replicated over {', '.join(placement.dropped)}" in why(placement, run)
         ways = prod(getattr(run.mesh, axis) for axis in added)
-        fits = [size for size, label, base in zip(local_shape(placement.shape, placement.base, run.mesh), placement.parameter.labels, placement.base)
-                if label != "layers" and not (label == "kv_heads" and kv_replicated(run)) and size % ways == 0]
+        pieces = local_shape(placement.shape, placement.base, run.mesh)
+        free = [(size, piece) for size, piece, label in zip(placement.shape, pieces, placement.parameter.labels)
+                if label != "layers" and not (label == "kv_heads" and kv_replicated(run))]
         if placement.dim is not None and added:
             label = placement.parameter.labels[placement.dim]
             assert label != "layers" and not (label == "kv_heads" and kv_replicated(run))
-            assert local_shape(placement.shape, placement.base, run.mesh)[placement.dim] == max(fits), "the largest that divides"
+            assert placement.shape[placement.dim] == max(size for size, piece in free if piece % ways == 0), "the largest that divides"
         if placement.dropped:
             worse = ways * getattr(run.mesh, placement.dropped[0])
-            assert not any(size % worse == 0 for size in fits), "dropped only where nothing divides"
+            assert not any(piece % worse == 0 for _, piece in free), "dropped only where nothing divides"
 
 
 N, EVEN = 8, dict(width=32, heads=16, kv_heads=8, head_dim=4, ffn=48, vocab=64)

@@ -52,6 +52,7 @@ def before(run, console, facts=()):
 
 
 def precision_text(precision):
+    """The dtypes of a run in words."""
     scale = f", loss scale {precision.loss_scale:g}" if precision.loss_scale else ""
     return f"compute {precision.compute}, parameters {precision.params}, master copy {precision.master or 'none'}{scale}"
 
