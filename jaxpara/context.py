@@ -320,8 +320,8 @@ class AnnotatedCtx(Ctx):
                 dk, dv = (sum_over(spread(x), ("tp",), "kv.copies") for x in (dk, dv))
             return dq, dk, dv
 
-        # q, k, v, out and lse all have (batch, sequence, heads) first; what lies between is the kernel's own business
-        residuals = (per_head, per_head, per_head, rows, rows, per_head, per_head)
+        # q, k, v, out are [b, s, heads, d], lse is [b, heads, s, group]; how long s is and how many heads is the kernel's own business
+        residuals = (per_head, per_head, per_head, rows, rows, per_head, self.spec("batch", "heads", "sequence"))
         forward = self.on_shards(forward, (heads, keys, keys, rows, rows), (heads, residuals))
         backward = self.on_shards(backward, (residuals, heads), (heads, keys, keys))
         return differentiable(forward, backward)(query, key, value, self.rows.positions, self.rows.segments)

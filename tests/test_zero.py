@@ -16,7 +16,7 @@ from jaxpara.zero import placements, why
 def run_of(model=None, **overrides):
     """Llama style, dims all different: layers 3, width 20, heads 8 of which 2 KV, d 6, inner width 40, vocabulary 34."""
     sizes = dict(style="llama", layers=3, width=20, heads=8, kv_heads=2, head_dim=6, ffn=40, vocab=34) | (model or {})
-    return configure(Run().change(model=sizes, train=dict(batch=1536, seq=144)), {name.replace("__", "."): value for name, value in overrides.items()})
+    return configure(Run().change(model=sizes, train=dict(batch=2304, seq=288)), {name.replace("__", "."): value for name, value in overrides.items()})
 
 
 def specs(placement):

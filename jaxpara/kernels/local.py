@@ -58,29 +58,29 @@ def blocks(length, limit):
 
 
 def _pair_forward(query, key, value, seen):
-    """One block pair. query [b,s,M,G,d]; returns (out [b,s,M,G,d] normalised, lse [b,s,M,G]), both wide."""
+    """One block pair. query [b,M,s,G,d], key, value [b,M,t,d]; returns (out [b,M,s,G,d] normalised, lse [b,M,s,G]), both wide."""
     acc = wide(query.dtype)
-    scores = jnp.einsum("bsmgd,btmd->bsmgt", query, key, preferred_element_type=acc) * query.shape[-1] ** -0.5
-    scores = jnp.where(seen[:, :, None, None, :], scores, -jnp.inf)
+    scores = jnp.einsum("bmsgd,bmtd->bmsgt", query, key, preferred_element_type=acc) * query.shape[-1] ** -0.5
+    scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf)
     top = scores.max(-1)
     top = jnp.where(jnp.isfinite(top), top, 0)      # a row that sees nothing: exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
     weights = jnp.exp(scores - top[..., None])
     total = weights.sum(-1)
-    out = jnp.einsum("bsmgt,btmd->bsmgd", weights.astype(value.dtype), value, preferred_element_type=acc)
+    out = jnp.einsum("bmsgt,bmtd->bmsgd", weights.astype(value.dtype), value, preferred_element_type=acc)
     return out / jnp.where(total > 0, total, 1)[..., None], jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
 
 
 def _pair_backward(query, key, value, seen, lse, out_cotangent, delta):
-    """One block pair's (dq, dk, dv), wide. lse, delta: [b,s,M,G]; delta is the row sum of out · its cotangent."""
+    """One block pair's (dq, dk, dv), wide. lse, delta: [b,M,s,G]; delta is the row sum of out · its cotangent."""
     acc, scale = wide(query.dtype), query.shape[-1] ** -0.5
-    scores = jnp.einsum("bsmgd,btmd->bsmgt", query, key, preferred_element_type=acc) * scale
+    scores = jnp.einsum("bmsgd,bmtd->bmsgt", query, key, preferred_element_type=acc) * scale
     lse = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
-    weights = jnp.where(seen[:, :, None, None, :], jnp.exp(jnp.where(seen[:, :, None, None, :], scores, -jnp.inf) - lse), 0)
-    dv = jnp.einsum("bsmgt,bsmgd->btmd", weights.astype(value.dtype), out_cotangent, preferred_element_type=acc)
-    dweights = jnp.einsum("bsmgd,btmd->bsmgt", out_cotangent, value, preferred_element_type=acc)
+    weights = jnp.exp(jnp.where(seen[:, None, :, None, :], scores - lse, -jnp.inf))
+    dv = jnp.einsum("bmsgt,bmsgd->bmtd", weights.astype(value.dtype), out_cotangent, preferred_element_type=acc)
+    dweights = jnp.einsum("bmsgd,bmtd->bmsgt", out_cotangent, value, preferred_element_type=acc)
     dscores = (weights * (dweights - delta[..., None]) * scale).astype(query.dtype)
-    dq = jnp.einsum("bsmgt,btmd->bsmgd", dscores, key, preferred_element_type=acc)
-    dk = jnp.einsum("bsmgt,bsmgd->btmd", dscores, query, preferred_element_type=acc)
+    dq = jnp.einsum("bmsgt,bmtd->bmsgd", dscores, key, preferred_element_type=acc)
+    dk = jnp.einsum("bmsgt,bmsgd->bmtd", dscores, query, preferred_element_type=acc)
     return dq, dk, dv
 
 
@@ -96,27 +96,41 @@ def merge(first, second):
     return out, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
 
 
-def grouped(query, key):
-    """[b, s, N_q, d] -> [b, s, N_kv, N_q/N_kv, d]: the query heads beside the KV head they share."""
-    return query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+def grouped(query, kv_heads):
+    """[b, s, N_q, d] -> [b, N_kv, s, N_q/N_kv, d]: the query heads beside the KV head they share, matmul dims innermost."""
+    return jnp.moveaxis(query.reshape(*query.shape[:2], kv_heads, -1, query.shape[-1]), 2, 1)
+
+
+def ungrouped(query):
+    """The inverse of `grouped`."""
+    moved = jnp.moveaxis(query, 1, 2)
+    return moved.reshape(*moved.shape[:2], -1, moved.shape[-1])
+
+
+def heads_first(key):
+    """[b, t, N_kv, d] <-> [b, N_kv, t, d] (its own inverse)."""
+    return jnp.swapaxes(key, 1, 2)
 
 
 def _cut(tree, n):
-    """[b, s, ...] leaves -> [n, b, s/n, ...], for a scan over blocks of the sequence."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], n, x.shape[1] // n, *x.shape[2:]), 1, 0), tree)
+    """Arrays with the sequence in dim 2 (positions, segments: dim 1) -> [n, ...] of equal pieces, for a scan over blocks."""
+    def cut(x):
+        dim = min(x.ndim - 1, 2)
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1:]), dim, 0)
+    return jax.tree.map(cut, tree)
 
 
 def _join(tree):
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:]), tree)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], x.shape[0] * x.shape[3], *x.shape[4:]), tree)
 
 
 def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
-    """Attention of grouped queries [b,s,M,G,d] to keys, values [b,t,M,d].
+    """Attention of grouped queries [b,M,s,G,d] to keys, values [b,M,t,d].
 
-    query_at, key_at: (positions, segments) int32 [b, s] and [b, t]. Returns (out [b,s,M,G,d], lse [b,s,M,G]), both wide;
+    query_at, key_at: (positions, segments) int32 [b, s] and [b, t]. Returns (out [b,M,s,G,d], lse [b,M,s,G]), both wide;
     rows that see no key have out 0 and lse -inf.
     """
-    n_query, n_key = blocks(query.shape[1], limit), blocks(key.shape[1], limit)
+    n_query, n_key = blocks(query.shape[2], limit), blocks(key.shape[2], limit)
     if n_query == n_key == 1:
         return _pair_forward(query, key, value, visible(query_at, key_at, window))
     keys = _cut((key, value, key_at), n_key)
@@ -136,8 +150,8 @@ def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
 
 
 def backward(query, key, value, query_at, key_at, lse, out_cotangent, delta, window=None, limit=BLOCK):
-    """(dq [b,s,M,G,d], dk, dv [b,t,M,d]), wide, from the lse of *all* keys a query saw and delta = row sum of out · cotangent."""
-    n_query, n_key = blocks(query.shape[1], limit), blocks(key.shape[1], limit)
+    """(dq [b,M,s,G,d], dk, dv [b,M,t,d]), wide, from the lse of *all* keys a query saw and delta = row sum of out · cotangent."""
+    n_query, n_key = blocks(query.shape[2], limit), blocks(key.shape[2], limit)
     if n_query == n_key == 1:
         return _pair_backward(query, key, value, visible(query_at, key_at, window), lse, out_cotangent, delta)
     acc, types = wide(query.dtype), (query, key, value, out_cotangent, *query_at, *key_at)
@@ -159,12 +173,12 @@ def backward(query, key, value, query_at, key_at, lse, out_cotangent, delta, win
         (dk, dv), dq = lax.scan(one_query, empty, (*queries, dq))
         return dq, (dk, dv)
 
-    dq = match(jnp.zeros((n_query, query.shape[0], query.shape[1] // n_query, *query.shape[2:]), acc), *types)
+    dq = match(_cut(jnp.zeros(query.shape, acc), n_query), *types)
     dq, keys = lax.scan(one_key, dq, _cut((key, value, key_at), n_key))
     dk, dv = _join(keys)
     return _join(dq), dk, dv
 
 
 def row_sum(out, out_cotangent):
-    """delta of the backward pass: [b,s,M,G]."""
+    """delta of the backward pass, of grouped heads: [b,M,s,G]."""
     return (out.astype(wide(out.dtype)) * out_cotangent.astype(wide(out.dtype))).sum(-1)

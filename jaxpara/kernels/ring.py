@@ -20,46 +20,59 @@ def _at(positions, segments, start, length):
     return tuple(lax.dynamic_slice_in_dim(x, start, length, axis=1) for x in (positions, segments))
 
 
+def kept(query, key, value, positions, segments, out, lse):
+    """(out, residuals) of a forward pass; out and lse are named for the recompute policy that keeps attention."""
+    out = checkpoint_name(local.ungrouped(out.astype(query.dtype)), "attention")
+    return out, (query, key, value, positions, segments, out, checkpoint_name(lse, "attention"))
+
+
+class Pull:
+    """What every backward pass derives from its residuals: the grouped arrays, delta, and the way back."""
+
+    def __init__(self, query, key, out, cotangent):
+        split = lambda x: local.grouped(x, key.shape[2])
+        self.dtype, self.query, self.cotangent = query.dtype, split(query), split(cotangent)
+        self.delta = local.row_sum(split(out), self.cotangent)
+
+    def back(self, dq, dk, dv):
+        """Wide gradients in kernel layout -> (dq, dk, dv) as the model has q, k, v."""
+        return local.ungrouped(dq).astype(self.dtype), local.heads_first(dk).astype(self.dtype), local.heads_first(dv).astype(self.dtype)
+
+
 def whole(window=None, limit=local.BLOCK):
     """Kernel for a device that holds whole sequences."""
     def forward(query, key, value, positions, segments):
-        at, q = (positions, segments), local.grouped(query, key)
-        out, lse = local.forward(q, key, value, at, at, window, limit)
+        at = (positions, segments)
+        out, lse = local.forward(local.grouped(query, key.shape[2]), local.heads_first(key), local.heads_first(value), at, at, window, limit)
         return kept(query, key, value, positions, segments, out, lse)
 
     def backward(residuals, cotangent):
         query, key, value, positions, segments, out, lse = residuals
-        at, split = (positions, segments), lambda x: local.grouped(x, key)
-        dq, dk, dv = local.backward(split(query), key, value, at, at, lse, split(cotangent), split_sum(out, cotangent, key), window, limit)
-        return dq.reshape(query.shape).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+        at, pull = (positions, segments), Pull(query, key, out, cotangent)
+        return pull.back(*local.backward(pull.query, local.heads_first(key), local.heads_first(value), at, at, lse,
+                                         pull.cotangent, pull.delta, window, limit))
 
     return Kernel(forward, backward)
-
-
-def kept(query, key, value, positions, segments, out, lse):
-    """(out, residuals) of a forward pass; out and lse are named for the recompute policy that keeps attention."""
-    out = checkpoint_name(out.astype(query.dtype).reshape(query.shape), "attention")
-    return out, (query, key, value, positions, segments, out, checkpoint_name(lse, "attention"))
-
-
-def split_sum(out, cotangent, key):
-    """`local.row_sum` on grouped heads."""
-    return local.row_sum(local.grouped(out, key), local.grouped(cotangent, key))
 
 
 def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
     """Kernel for a ring of `n` devices on mesh axis `axis`; with `inner` > 1, of every inner-th device (hybrid)."""
     pairs = [(g * inner + j, (g + 1) % n * inner + j) for g in range(n) for j in range(inner)]
-    place = lambda: lax.axis_index(axis) // inner
+
+    def view(positions, segments, length):
+        """(this device's place in the ring, its queries' place in the row, a function hop -> the visiting keys' place)."""
+        rank = lax.axis_index(axis) // inner
+        return rank, _at(positions, segments, rank * length, length), lambda hop: _at(positions, segments, (rank - hop) % n * length, length)
+
+    def half(length):
+        return min(limit, max(length // 2, 1))      # two blocks at least: under the zigzag order one of them is skipped
 
     def forward(query, key, value, positions, segments):
-        length, rank, q = query.shape[1], place(), local.grouped(query, key)
-        half = min(limit, max(length // 2, 1))     # two blocks at least: under the zigzag order one of them is skipped
-        query_at = _at(positions, segments, rank * length, length)
+        length, grouped = query.shape[1], local.grouped(query, key.shape[2])
+        rank, query_at, key_at = view(positions, segments, length)
 
         def see(state, key, value, hop):
-            key_at = _at(positions, segments, (rank - hop) % n * length, length)
-            return local.merge(state, local.forward(q, key, value, query_at, key_at, window, half))
+            return local.merge(state, local.forward(grouped, key, value, query_at, key_at(hop), window, half(length)))
 
         def one_hop(carry, hop):
             state, key, value = carry
@@ -67,22 +80,18 @@ def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
             return (see(state, key, value, hop), *following), None
 
         acc = local.wide(query.dtype)
-        empty = (jnp.zeros(q.shape, acc), jnp.full(q.shape[:-1], -jnp.inf, acc))
-        carry = (match(empty, query, key, value, *query_at), match(key, rank), match(value, rank))
-        (state, last_key, last_value), _ = lax.scan(one_hop, carry, jnp.arange(n - 1))
-        out, lse = see(state, last_key, last_value, n - 1)
-        return kept(query, key, value, positions, segments, out, lse)
+        empty = (jnp.zeros(grouped.shape, acc), jnp.full(grouped.shape[:-1], -jnp.inf, acc))
+        first = match((local.heads_first(key), local.heads_first(value)), key, value, rank)
+        (state, last_key, last_value), _ = lax.scan(one_hop, (match(empty, query, key, value, *query_at), *first), jnp.arange(n - 1))
+        return kept(query, key, value, positions, segments, *see(state, last_key, last_value, n - 1))
 
     def backward(residuals, cotangent):
         query, key, value, positions, segments, out, lse = residuals
-        length, rank, split = query.shape[1], place(), lambda x: local.grouped(x, key)
-        half = min(limit, max(length // 2, 1))
-        query_at = _at(positions, segments, rank * length, length)
-        delta = split_sum(out, cotangent, key)
+        length, pull = query.shape[1], Pull(query, key, out, cotangent)
+        rank, query_at, key_at = view(positions, segments, length)
 
         def see(grads, key, value, hop):
-            key_at = _at(positions, segments, (rank - hop) % n * length, length)
-            parts = local.backward(split(query), key, value, query_at, key_at, lse, split(cotangent), delta, window, half)
+            parts = local.backward(pull.query, key, value, query_at, key_at(hop), lse, pull.cotangent, pull.delta, window, half(length))
             return tuple(total + part for total, part in zip(grads, parts))
 
         def one_hop(carry, hop):
@@ -91,13 +100,11 @@ def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
             dq, dk, dv = see(grads, key, value, hop)
             return ((dq, *shift((dk, dv), axis, pairs, "ring.gradient")), *following), None
 
-        acc = local.wide(query.dtype)
-        zeros = (jnp.zeros(split(query).shape, acc), jnp.zeros(key.shape, acc), jnp.zeros(value.shape, acc))
-        carry = (match(zeros, query, key, value, cotangent, *query_at), match(key, rank), match(value, rank))
-        (grads, last_key, last_value), _ = lax.scan(one_hop, carry, jnp.arange(n - 1))
+        first = match((local.heads_first(key), local.heads_first(value)), key, value, rank)
+        zeros = tuple(jnp.zeros(x.shape, local.wide(query.dtype)) for x in (pull.query, *first))
+        (grads, last_key, last_value), _ = lax.scan(one_hop, (match(zeros, query, key, value, cotangent, *query_at), *first), jnp.arange(n - 1))
         dq, dk, dv = see(grads, last_key, last_value, n - 1)
-        dk, dv = shift((dk, dv), axis, pairs, "ring.gradient")
-        return dq.reshape(query.shape).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+        return pull.back(dq, *shift((dk, dv), axis, pairs, "ring.gradient"))
 
     return Kernel(forward, backward)
 
@@ -107,21 +114,21 @@ def allgather(axis, window=None, limit=local.BLOCK):
 
     Sends per device 2·(n-1)/n·b·S·N_kv·d elements forward, as much again in backward, and dK, dV. Nothing gathered is kept.
     """
+    def view(key, value, positions, segments, scope):
+        """(all keys, all values, the queries' place, the keys' place)."""
+        length = key.shape[1]
+        keys, values = (gather(local.heads_first(x), (axis,), 2, scope) for x in (key, value))
+        return keys, values, _at(positions, segments, lax.axis_index(axis) * length, length), (positions, segments)
+
     def forward(query, key, value, positions, segments):
-        length, rank = query.shape[1], lax.axis_index(axis)
-        query_at, key_at = _at(positions, segments, rank * length, length), (positions, segments)
-        keys, values = (gather(x, (axis,), 1, "kv.forward") for x in (key, value))
-        out, lse = local.forward(local.grouped(query, key), keys, values, query_at, key_at, window, limit)
-        return kept(query, key, value, positions, segments, out, lse)
+        seen = view(key, value, positions, segments, "kv.forward")
+        return kept(query, key, value, positions, segments, *local.forward(local.grouped(query, key.shape[2]), *seen, window, limit))
 
     def backward(residuals, cotangent):
         query, key, value, positions, segments, out, lse = residuals
-        length, rank, split = query.shape[1], lax.axis_index(axis), lambda x: local.grouped(x, key)
-        query_at, key_at = _at(positions, segments, rank * length, length), (positions, segments)
-        keys, values = (gather(x, (axis,), 1, "kv.backward") for x in (key, value))
-        dq, dk, dv = local.backward(split(query), keys, values, query_at, key_at, lse, split(cotangent),
-                                    split_sum(out, cotangent, key), window, limit)
-        dk, dv = (scatter(x, (axis,), 1, "kv.gradient") for x in (dk, dv))
-        return dq.reshape(query.shape).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+        pull = Pull(query, key, out, cotangent)
+        seen = view(key, value, positions, segments, "kv.backward")
+        dq, dk, dv = local.backward(pull.query, *seen, lse, pull.cotangent, pull.delta, window, limit)
+        return pull.back(dq, *(scatter(x, (axis,), 2, "kv.gradient") for x in (dk, dv)))
 
     return Kernel(forward, backward)
