@@ -115,7 +115,8 @@ def _unbuilt(run):
     if run.mesh.pp > 1:
         yield f"mesh.pp = {run.mesh.pp}: this version has no pipeline schedule yet. Legal: 1."
     if run.mesh.ep > 1:
-        yield f"mesh.ep = {run.mesh.ep}: ep splits experts and this version has no mixture-of-experts layer yet. Legal: 1 (dp or fsdp split the batch)."
+        yield (f"mesh.ep = {run.mesh.ep}: ep splits experts and this version has no mixture-of-experts layer yet. "
+               "Legal: 1 (dp or fsdp split the batch).")
 
 
 def ulysses_degree(run):
@@ -188,7 +189,8 @@ def _batch(run):
 def _widths(run):
     model, tp = run.model, run.mesh.tp
     if model.ffn % tp:
-        yield f"mesh.tp = {tp} does not divide model.ffn = {model.ffn}. Nearest ffn: {nearest(model.ffn, tp)}; legal tp: {listed(divisors(model.ffn))}."
+        yield (f"mesh.tp = {tp} does not divide model.ffn = {model.ffn}. Nearest ffn: {nearest(model.ffn, tp)}; "
+               f"legal tp: {listed(divisors(model.ffn))}.")
     if model.vocab % tp and not run.parallel.pad_vocab:
         yield (f"model.vocab = {model.vocab} does not split over mesh.tp = {tp}. parallel.pad_vocab = true pads it to "
                f"{padded_vocab(model, run.mesh)} and masks the padding out of the loss.")
@@ -246,7 +248,8 @@ def idle(run):
     if parallel.remat_save != "attention" and parallel.remat != "selective":
         yield "parallel.remat_save", parallel.remat_save, f"parallel.remat = {parallel.remat}, not selective."
     if parallel.zero_r and (mesh.tp == 1 or parallel.tp_sequence or parallel.remat != "full"):
-        reason = one("tp") if mesh.tp == 1 else "tp_sequence leaves no copies to shard." if parallel.tp_sequence else "it shards the inputs that remat = full keeps."
+        copies = "tp_sequence leaves no copies to shard." if parallel.tp_sequence else "it shards the inputs that remat = full keeps."
+        reason = one("tp") if mesh.tp == 1 else copies
         yield "parallel.zero_r", True, reason
     if run.precision.master and run.precision.params in ("float32", "float64"):
         yield "precision.master", run.precision.master, f"params = {run.precision.params} need no wider copy."

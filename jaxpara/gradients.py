@@ -3,7 +3,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -12,6 +11,8 @@ from jaxpara.collectives import scatter, sum_over, vary, varying_axes
 from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
+from jaxpara.rules import activation_rules
+from jaxpara.rules import live as live_spec
 
 TOKEN_AXES = ("dp", "fsdp", "ep", "sp")
 """Axes whose devices see different tokens."""
@@ -50,11 +51,16 @@ def tie(weights, placements, micro):
     return {name: lax.optimization_barrier((weight, micro["tokens"]))[0] if name in outside else weight for name, weight in weights.items()}
 
 
+def varying_over(placements, live):
+    """{name: axes over which its copies get different gradients}: parameters are cast to vary over them, so that nothing is reduced in silence."""
+    return {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+
+
 def manual(run, mesh, placements, model):
     """(params, batch, step) -> (loss, counted tokens, gradients in the optimizer specs), as one `shard_map` over the whole mesh."""
     precision, m, live = run.precision, run.train.microbatches, run.mesh.live
     gradient_dtype, scale = precision.gradient(m), precision.loss_scale or 1.0
-    replicas = {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+    replicas = varying_over(placements, live)
 
     def on_device(params, batch, step):
         weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
@@ -73,7 +79,7 @@ def manual(run, mesh, placements, model):
         zeros = jax.tree.map(lambda like: vary(jnp.zeros(like.shape, like.dtype), varying_axes(like)), shapes)
         loss, gradients = accumulate(one, zeros, batch, m)
         loss = sum_over(loss, live(TOKEN_AXES), "loss.total") / scale
-        return loss, count, {name: reduce_step(gradient, placements[name], live) / scale for name, gradient in gradients.items()}
+        return loss, count, {name: unscale(reduce_step(gradient, placements[name], live), scale) for name, gradient in gradients.items()}
 
     spec_of = lambda kind: {name: partition(getattr(placement, kind)) for name, placement in placements.items()}
     return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), PartitionSpec()),
@@ -90,6 +96,11 @@ def reduce_step(gradient, placement, live):
     gradient = scatter(gradient, placement.axes(1), placement.dim, f"zero1.scatter.{placement.name}")
     rest = placement.axes(0) + live(("tp",)) * placement.tp_sum
     return sum_over(gradient, rest, f"zero0.sum.{placement.name}")
+
+
+def unscale(gradient, scale):
+    """The gradient without the loss scale, widened first: in float16 what the scale had kept from vanishing would vanish here."""
+    return gradient if scale == 1 else gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) / scale
 
 
 def annotated(run, mesh, placements, model):
@@ -113,7 +124,7 @@ def annotated(run, mesh, placements, model):
         zeros = jnp.zeros((), wide), lax.with_sharding_constraint(sinks, kinds["gradient"])
         loss, gradients = accumulate(one, zeros, batch, m)
         gradients = lax.with_sharding_constraint(gradients, kinds["optimizer"])
-        return loss / scale, count, {name: gradient / scale for name, gradient in gradients.items()}
+        return loss / scale, count, {name: unscale(gradient, scale) for name, gradient in gradients.items()}
 
     return whole
 
@@ -129,10 +140,8 @@ def logits(run, mesh, placements, model):
 
     if run.parallel.lowering == "annotated":
         return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)
-    live = run.mesh.live
-    replicas = {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
-    batch_specs = specs(run)
-    out = PartitionSpec(*(tuple(batch_specs["tokens"]) + (None,) * 3)[:3], "tp" if run.mesh.tp > 1 else None)
+    replicas = varying_over(placements, run.mesh.live)
+    out = partition(live_spec(activation_rules(run).spec(("microbatch", "batch", "sequence", "vocab")), run.mesh))
     stored = {name: partition(placement.storage) for name, placement in placements.items()}
     on_device = partial(forward, partial(ManualCtx, run, placements), lambda name, value: vary(value, replicas[name]))
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, batch_specs), out_specs=out, check_vma=run.parallel.check_vma)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, specs(run)), out_specs=out, check_vma=run.parallel.check_vma)

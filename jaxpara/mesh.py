@@ -41,7 +41,7 @@ def ensure_devices(needed):
 
 
 def make_mesh(config, devices=None):
-    """`jax.sharding.Mesh` with all six axes over the first devices; axis types are Auto (a foreign Explicit mesh is refused elsewhere).
+    """`jax.sharding.Mesh` with all six axes over the first devices, axis types Auto.
 
     config: `config.Mesh` without "auto". On CPU a mesh may leave devices idle; on accelerators that is refused.
     """
@@ -52,7 +52,7 @@ def make_mesh(config, devices=None):
         raise ConfigError(f"The mesh {config.text} = {config.size} would leave {len(devices) - config.size} of {len(devices)} "
                           f"{devices[0].platform} devices idle. Make one axis auto, or restrict the visible devices.")
     shape = tuple(config.sizes.values())
-    return check_axis_types(Mesh(np.asarray(devices[:config.size]).reshape(shape), AXES))
+    return Mesh(np.asarray(devices[:config.size]).reshape(shape), AXES)
 
 
 def check_axis_types(mesh):

@@ -4,6 +4,7 @@ Gradients come from the chosen lowering (`gradients.py`). The optimizer runs in 
 arrays placed by the optimizer specs, so that norms and clipping see whole logical arrays; going back to the storage specs is
 the parameter all-gather of ZeRO-1 and 2.
 """
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -16,7 +17,7 @@ from jaxpara import checks, gradients
 from jaxpara.batch import place_batch, slots, specs
 from jaxpara.data.order import inverse
 from jaxpara.errors import ConfigError
-from jaxpara.mesh import sharding
+from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import parameters
@@ -41,24 +42,30 @@ def build(run, target=None):
     return Program(replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes)))), mesh)
 
 
-class Metrics(dict):
+class Metrics(Mapping):
     """Metrics of a step by name, read as Python floats; reading waits for the step to finish, holding them does not."""
 
+    def __init__(self, arrays):
+        self._arrays = arrays
+
     def __getitem__(self, name):
-        return float(super().__getitem__(name))
+        return float(self._arrays[name])
 
-    def items(self):
-        return [(name, self[name]) for name in self]
+    def __iter__(self):
+        return iter(self._arrays)
 
-    def values(self):
-        return [self[name] for name in self]
+    def __len__(self):
+        return len(self._arrays)
+
+    def __repr__(self):
+        return repr(dict(self))
 
 
 class Program:
     """A training program for one run on one mesh. Nothing is compiled until it is first used, and then once."""
 
     def __init__(self, run, mesh):
-        self.run, self.mesh = run, mesh
+        self.run, self.mesh = run, check_axis_types(mesh)
         self.placements = placements(run)
         self.model = GPT({parameter.name: parameter for parameter in parameters(run.model)}, run.model)
         self.optimizer, self.schedule = optimizer(run), schedule(run)

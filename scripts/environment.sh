@@ -1,26 +1,32 @@
-# Sourced by the other scripts: finds a Python, makes .venv once, installs jaxpara into it. $1: what to install (".", ".[test]").
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Sourced by the other scripts, with $1 = "" or "[test]": finds a Python, makes a virtual environment, installs jaxpara into it.
+# PYTHON: the interpreter to use. VENV: where the environment goes (default: .venv in the clone). Sets $clone and $venv.
+set -eu
+clone=$(cd "$(dirname "$0")/.." && pwd)
+venv=${VENV:-$clone/.venv}
 
-if [ -z "${PYTHON:-}" ]; then
-    for candidate in python3 python3.13 python3.12 python3.11; do
-        if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
-            PYTHON=$candidate
-            break
-        fi
-    done
-fi
-if [ -z "${PYTHON:-}" ]; then
-    echo "jaxpara needs Python 3.11 or newer; none was found on PATH. Set PYTHON to one." >&2
-    exit 1
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+python=
+for candidate in ${PYTHON:-python3 python python3.14 python3.13 python3.12 python3.11}; do
+    if new_enough "$candidate"; then python=$candidate; break; fi
+done
+if [ -z "$python" ]; then
+    echo "jaxpara needs Python 3.11 or newer; none was found${PYTHON:+ as $PYTHON}. Install one, or name it: PYTHON=/path/to/python3 $0" >&2
+    exit 2
 fi
 
-# the stamp holds what was installed from, so that a changed pyproject.toml or another wish installs again
-wish="$1 $(cksum < pyproject.toml) $("$PYTHON" --version 2>&1)"
-if [ "$(cat .venv/jaxpara-installed 2> /dev/null)" != "$wish" ]; then
-    echo "Installing jaxpara into .venv (once) ..."
-    rm -rf .venv
-    "$PYTHON" -m venv .venv
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --editable "$1"
-    echo "$wish" > .venv/jaxpara-installed
+if ! [ -x "$venv/bin/python" ]; then
+    echo "Making $venv with $("$python" --version) ..."
+    if ! "$python" -m venv "$venv"; then
+        echo "$python cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2
+        exit 2
+    fi
+fi
+
+# the stamp says what was installed from, so that a changed pyproject.toml installs again
+wish="$1 $clone $(cksum < "$clone/pyproject.toml")"
+if ! grep -qsxF "$wish" "$venv/jaxpara-installed"; then
+    echo "Installing jaxpara$1 into $venv ..."
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable "$clone$1"
+    echo "$wish" >> "$venv/jaxpara-installed"
 fi

@@ -11,8 +11,11 @@ from jax import lax
 
 from jaxpara.collectives import match
 
-BLOCK = 512
-"""Longest block of queries or keys."""
+BLOCK, SMALLEST = 512, 64
+"""Longest block of queries or keys, and the shortest that is worth a loop."""
+
+NO_QUERY, NO_KEY = -1, 2 ** 31 - 1
+"""Positions of the slots that fill up a last block: a query before every key, a key after every query."""
 
 
 def wide(dtype):
@@ -53,8 +56,9 @@ def attention_reference(query, key, value, query_at, key_at, window=None):
 
 
 def blocks(length, limit):
-    """Number of equal blocks of at most `limit` (and at least 64) that `length` splits into; 1 if it has no such divisor."""
-    return next((n for n in range(-(-length // limit), length // 64 + 1) if length % n == 0), 1)
+    """(number of blocks, their length) for `length` slots in blocks of about equal length, at most `limit` or SMALLEST; the last may need filling."""
+    n = -(-length // max(limit, SMALLEST))
+    return n, -(-length // n)
 
 
 def _pair_forward(query, key, value, seen):
@@ -112,16 +116,26 @@ def heads_first(key):
     return jnp.swapaxes(key, 1, 2)
 
 
-def _cut(tree, n):
-    """Arrays with the sequence in dim 2 (positions, segments: dim 1) -> [n, ...] of equal pieces, for a scan over blocks."""
+def _cut(tree, count, filler=0):
+    """Arrays with the sequence in dim 2 (positions, segments: dim 1) -> [n, ...] of equal pieces, for a scan over blocks.
+
+    count: (n, length) of `blocks`. Slots that fill up the last block hold 0, or `filler` in 2-dim arrays.
+    """
+    n, length = count
+
     def cut(x):
         dim = min(x.ndim - 1, 2)
-        return jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1:]), dim, 0)
+        fill = [(0, n * length - x.shape[dim] if i == dim else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, fill, constant_values=filler if x.ndim == 2 else 0)
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], n, length, *x.shape[dim + 1:]), dim, 0)
+
     return jax.tree.map(cut, tree)
 
 
-def _join(tree):
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], x.shape[0] * x.shape[3], *x.shape[4:]), tree)
+def _join(tree, length):
+    """The inverse of `_cut` for arrays with the sequence in dim 2, cut back to `length`."""
+    whole = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], x.shape[0] * x.shape[3], *x.shape[4:])
+    return jax.tree.map(lambda x: whole(x)[:, :, :length], tree)
 
 
 def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
@@ -131,9 +145,9 @@ def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
     rows that see no key have out 0 and lse -inf.
     """
     n_query, n_key = blocks(query.shape[2], limit), blocks(key.shape[2], limit)
-    if n_query == n_key == 1:
+    if n_query[0] == n_key[0] == 1:
         return _pair_forward(query, key, value, visible(query_at, key_at, window))
-    keys = _cut((key, value, key_at), n_key)
+    keys, acc = (*_cut((key, value), n_key), _cut(key_at, n_key, NO_KEY)), wide(query.dtype)
 
     def one_query(_, query_block):
         query, query_at = query_block
@@ -143,25 +157,26 @@ def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
             see = lambda: merge(carry, _pair_forward(query, key, value, visible(query_at, key_at, window)))
             return lax.cond(may_see(query_at, key_at, window), see, lambda: carry), None
 
-        empty = (jnp.zeros(query.shape, wide(query.dtype)), jnp.full(query.shape[:-1], -jnp.inf, wide(query.dtype)))
+        empty = (jnp.zeros(query.shape, acc), jnp.full(query.shape[:-1], -jnp.inf, acc))
         return None, lax.scan(one_key, match(empty, query, key, value, *query_at, *key_at), keys)[0]
 
-    return _join(lax.scan(one_query, None, _cut((query, query_at), n_query))[1])
+    queries = (_cut(query, n_query), _cut(query_at, n_query, NO_QUERY))
+    return _join(lax.scan(one_query, None, queries)[1], query.shape[2])
 
 
 def backward(query, key, value, query_at, key_at, lse, out_cotangent, delta, window=None, limit=BLOCK):
     """(dq [b,M,s,G,d], dk, dv [b,M,t,d]), wide, from the lse of *all* keys a query saw and delta = row sum of out · cotangent."""
     n_query, n_key = blocks(query.shape[2], limit), blocks(key.shape[2], limit)
-    if n_query == n_key == 1:
+    if n_query[0] == n_key[0] == 1:
         return _pair_backward(query, key, value, visible(query_at, key_at, window), lse, out_cotangent, delta)
     acc, types = wide(query.dtype), (query, key, value, out_cotangent, *query_at, *key_at)
-    queries = _cut((query, query_at, lse, out_cotangent, delta), n_query)
+    queries = (*_cut((query, lse, out_cotangent, delta), n_query), _cut(query_at, n_query, NO_QUERY))
 
     def one_key(dq, key_block):
         key, value, key_at = key_block
 
         def one_query(carry, query_block):
-            query, query_at, lse, out_cotangent, delta, dq = query_block
+            query, lse, out_cotangent, delta, query_at, dq = query_block
 
             def see():
                 dq_part, dk_part, dv_part = _pair_backward(query, key, value, visible(query_at, key_at, window), lse, out_cotangent, delta)
@@ -174,9 +189,8 @@ def backward(query, key, value, query_at, key_at, lse, out_cotangent, delta, win
         return dq, (dk, dv)
 
     dq = match(_cut(jnp.zeros(query.shape, acc), n_query), *types)
-    dq, keys = lax.scan(one_key, dq, _cut((key, value, key_at), n_key))
-    dk, dv = _join(keys)
-    return _join(dq), dk, dv
+    dq, keys = lax.scan(one_key, dq, (*_cut((key, value), n_key), _cut(key_at, n_key, NO_KEY)))
+    return _join(dq, query.shape[2]), *_join(keys, key.shape[2])
 
 
 def row_sum(out, out_cotangent):

@@ -9,7 +9,8 @@ class Steps:
 
     def __init__(self, console, steps):
         self.console, self.steps = console, steps
-        self.bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("{task.fields[eta]}"),
+        self.bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(),
+                            TextColumn("{task.fields[eta]}"),
                             console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=steps, eta="compiling")
 

@@ -35,7 +35,8 @@ def before(run, console, facts=()):
     size_of = f"{model.style}, {model.layers} layers, width {model.width}, {heads}, ffn {model.ffn}, vocab {model.vocab}"
     steps = f"{batch.batch} sequences × {batch.seq} tokens, {batch.microbatches} micro-batch{'es' * (batch.microbatches > 1)}, {batch.steps} steps"
     grid = Table.grid(padding=(0, 2))
-    for name, text in [("model", f"{count(model):,} parameters: {size_of}"), ("mesh", run.mesh.text + f" ({run.mesh.size} devices)" * (run.mesh.size > 1)),
+    for name, text in [("model", f"{count(model):,} parameters: {size_of}"),
+                       ("mesh", run.mesh.text + f" ({run.mesh.size} devices)" * (run.mesh.size > 1)),
                        ("precision", precision_text(run.precision)), ("batch", steps), *facts]:
         grid.add_row(Text(name, "bold"), Text(text, overflow="fold"))
     console.print(Text(run.name, "bold cyan"))

@@ -197,6 +197,20 @@ def test_c15_the_norm_of_float16_gradients_neither_overflows_nor_vanishes():
     assert (small_ones > 0).all() and small_ones == pytest.approx(0.01 / float(norm), rel=1e-2)
 
 
+def test_c15_a_loss_scale_is_undone_where_small_gradients_survive_it():
+    """float16 parameters without a master, gradients of 1e-7 that float16 holds with two bits: scaled by 4096 they are reduced whole, and
+    they must be divided in float32, not back in float16."""
+    grads = []
+    for precision in ({}, dict(precision__params="float16", precision__compute="float16", precision__loss_scale=4096)):
+        program = small.program(**precision)
+        values = small.weights(program.run.model)
+        values["norm.scale"] *= 2e-5
+        grads.append(program.loss_and_grads(program.init(values), small.batch())[1])
+    wide, narrow = (leaves["layers.2.attention.key"] for leaves in grads)
+    assert 1e-8 < np.median(np.abs(wide)) < 1e-6
+    assert (narrow == 0).mean() < 0.01 and np.abs(narrow - wide).max() < 0.02 * np.abs(wide).max()
+
+
 def test_c17_a_float32_master_keeps_updates_that_bfloat16_swallows():
     """100 updates of -6e-4 to a weight of 1: 0.94 with a float32 master, of which the weight is the rounding; 1 exactly without, which is said."""
     plain = dict(precision__params="bfloat16", precision__compute="bfloat16", optim__lr=6e-4, optim__weight_decay=0, optim__clip=None)

@@ -105,7 +105,8 @@ def test_d9_zigzag_balances_chunk_pairs():
     """S=16, sp=2: of the causal pairs of 4-token chunks each device has 5. (With window 3 it is 3 and 4: the text's first chunk has none before it.)"""
     chunks = order(16, 2, 1, "zigzag").reshape(4, 4).astype(np.int32)[:, None]
     at = [(chunk, chunk * 0) for chunk in chunks]
-    pairs = lambda window: [sum(bool(local.may_see(at[i], key, window)) for i in (2 * device, 2 * device + 1) for key in at) for device in (0, 1)]
+    seen = lambda window: np.array([[bool(local.may_see(query, key, window)) for key in at] for query in at])
+    pairs = lambda window: seen(window).reshape(2, -1).sum(1).tolist()
     assert pairs(None) == [5, 5] and pairs(3) == [3, 4]
 
 
@@ -126,7 +127,8 @@ def test_d11_the_message_and_the_check_agree(heads, kv, tp, legal):
         if sp in legal:
             assert small.run(**sizes, **kind).mesh.sp == sp
             continue
-        with pytest.raises(ConfigError, match=rf"^mesh.sp = {sp} with mesh.tp = {tp}.* {heads} heads .*KV heads, {kv},.*: {', '.join(map(str, legal))}\.$"):
+        listed = ", ".join(map(str, legal))
+        with pytest.raises(ConfigError, match=rf"^mesh.sp = {sp} with mesh.tp = {tp}.* {heads} heads .*KV heads, {kv},.*: {listed}\.$"):
             small.run(**sizes, **kind)
 
 

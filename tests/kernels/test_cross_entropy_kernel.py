@@ -2,7 +2,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.harness import TOLERANCE, compiled, worst
