@@ -1,5 +1,6 @@
 """The shape of the house: imports go one way, modules and functions stay small, the plan needs no JAX."""
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxpara").rglob("*.py"))
 
 ORDER = ["errors", "config", "params", "rules", "zero", "checks", "settings", "hf", "plan", "report", "data", "mesh", "collectives", "kernels",
-         "optim", "model", "targets", "state", "batch", "context", "gradients", "step", "rundir", "train", "cli"]
+         "optim", "model", "targets", "state", "batch", "context", "gradients", "step", "hlo", "rundir", "train", "cli"]
 """A module imports only from its own package and from those before it."""
 
-JAX_FREE = ["errors", "config", "params", "rules", "zero", "checks", "settings", "hf", "plan", "data", "report"]
+JAX_FREE = ["errors", "config", "params", "rules", "zero", "checks", "settings", "hf", "plan", "data", "report", "hlo"]
 LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_KERNEL, MOST_ARGUMENTS = 400, 60, 100, 9
 
 
@@ -76,3 +77,12 @@ def test_recipes_say_how_to_run_them_and_what_they_send():
             function = next(node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
             text = ast.get_docstring(function)
             assert function.name == path.stem and "jaxpara " in text and path.stem in text and "Collectives:" in text
+
+
+def test_the_table_in_the_readme_is_what_plan_prints():
+    readme = (ROOT / "README.md").read_text()
+    table = readme[readme.index("model state per device"):].split("```")[0].splitlines()
+    shown = subprocess.run([sys.executable, "-m", "jaxpara", "plan", "gpt_hybrid_zero"], capture_output=True, encoding="utf-8",
+                           env={**os.environ, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}).stdout.splitlines()
+    first = next(i for i, line in enumerate(shown) if line.startswith("model state per device"))
+    assert [line.rstrip() for line in shown[first:first + len(table)]] == table

@@ -10,9 +10,8 @@ import pytest
 import jaxpara
 from equivalence.hard import hard_batch, make_run
 from jaxpara.config import AXES
+from jaxpara.hlo import collectives
 from jaxpara.plan import model_state
-
-COLLECTIVE = re.compile(r"= .*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @cache
@@ -21,35 +20,9 @@ def compiled(**overrides):
     return jaxpara.build(run).lower().compile()
 
 
-def collectives(text):
-    """[(kind, inside a loop?, largest element count)] of compiled HLO text."""
-    computations, name = {}, None
-    for line in text.splitlines():
-        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if head and not line.startswith(" "):
-            name = head.group(1)
-            computations[name] = []
-        elif name:
-            computations[name].append(line)
-    called = {name: set(re.findall(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)", "\n".join(lines))) for name, lines in computations.items()}
-    loops = {body for lines in computations.values() for body in re.findall(r"body=%?([\w.\-]+)", "\n".join(lines))}
-    while True:
-        deeper = loops | {callee for name in loops for callee in called.get(name, ())}
-        if deeper == loops:
-            break
-        loops = deeper
-    found = []
-    for name, lines in computations.items():
-        for line in lines:
-            kind = COLLECTIVE.search(line)
-            if kind:
-                sizes = [prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", line.split(" = ", 1)[1].split(kind.group(1))[0])]
-                found.append((kind.group(1), name in loops, max(sizes, default=1)))
-    return found
-
-
 def kinds(found, inside):
-    return {kind for kind, in_loop, size in found if in_loop == inside and size > 8}
+    """Kinds of the collectives inside or outside loops; the scalars of losses and norms left out."""
+    return {one.kind for one in found if bool(one.loops) == inside and one.elements > 8}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -64,9 +37,8 @@ def test_zero_communicates_where_the_table_says(stage):
 def test_one_device_has_no_collective_and_dead_axes_have_no_traffic():
     """CASES R8: axes of size 1 leave nothing behind, not even groups of one."""
     assert collectives(compiled().as_text()) == []
-    text = compiled(mesh__dp=2, mesh__tp=2).as_text()
-    groups = re.findall(r"replica_groups=\[(\d+),(\d+)\]", text) + [(0, group.count(",") + 1) for group in re.findall(r"replica_groups=\{\{([\d,]+)\}", text)]
-    assert groups and all(int(size) > 1 for _, size in groups)
+    found = collectives(compiled(mesh__dp=2, mesh__tp=2).as_text())
+    assert found and all(len(group) == 2 for one in found for group in one.groups)
 
 
 def test_full_logits_are_never_held():
