@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxpara import checks, gradients
 from jaxpara.batch import place_batch, slots, specs
+from jaxpara.config import resolve
 from jaxpara.data.order import inverse
 from jaxpara.errors import ConfigError
 from jaxpara.mesh import check_axis_types, sharding
@@ -27,19 +28,27 @@ from jaxpara.zero import placements
 
 
 def build(run, target=None):
-    """`Program` of a resolved `Run` (from `jaxpara.load`), for this process's devices or for a target ("cpu:8") to compile for.
+    """`Program` of a `Run` (from `jaxpara.load`, or made by hand), for this process's devices or for a target ("cpu:8") to compile for.
 
     Sets up fake CPU devices when no accelerator is present, and 64-bit mode when the run's precision asks for float64. Raises
     ConfigError with every violation before anything is compiled.
     """
+    run = resolve(run)
+    checked(run)
     run, mesh = place(run, target)
-    errors, notes = checks.check(run)
-    if errors:
-        raise ConfigError(*errors)
+    notes = checked(run)        # again, now that an "auto" axis is filled
     check_random()
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)
     return Program(replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes)))), mesh)
+
+
+def checked(run):
+    """The notes on a run without violations; ConfigError with all of them otherwise."""
+    errors, notes = checks.check(run)
+    if errors:
+        raise ConfigError(*errors)
+    return notes
 
 
 class Metrics(Mapping):

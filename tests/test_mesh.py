@@ -95,3 +95,12 @@ def test_specs_that_mean_the_same_are_equal():
 
 def test_shapes_in_words():
     assert Mesh(fsdp=2, sp=2, tp=2).text == "fsdp2·sp2·tp2" and Mesh().text == "one device"
+
+
+def test_build_takes_a_run_made_by_hand():
+    """Fields left to be derived are derived, and violations come before devices are counted."""
+    program = jaxpara.build(jaxpara.Run())
+    assert program.run.model.kv_heads == program.run.model.heads
+    with pytest.raises(ConfigError) as raised:
+        jaxpara.build(jaxpara.Run().change(mesh=dict(tp=3, dp=-1), train=dict(batch=0)))
+    assert len(raised.value.violations) == 4
