@@ -4,10 +4,12 @@
 legal values.
 """
 import re
+from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
 from jaxpara.config import BATCH_AXES, BYTES, AXES, Run, fill_auto, resolve, settings_of
+from jaxpara.errors import ConfigError
 from jaxpara.params import padded_vocab
 
 
@@ -40,15 +42,19 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run)
 
 
+def checked(run):
+    """`run` with what there is to say about it added to its notes; ConfigError with all its violations if there are any."""
+    errors, notes = check(run)
+    if errors:
+        raise ConfigError(*errors)
+    return replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes))))
+
+
 def _mend(run, names):
     """`run` with default values for the settings in `names`, so that the rules about other settings can still be checked."""
     defaults = {name: value for name, _, value in settings_of(Run())}
     for name in names:
-        *parents, leaf = name.split(".")
-        change = {leaf: defaults[name]}
-        for parent in reversed(parents):
-            change = {parent: change}
-        run = run.change(**change)
+        run = run.set(name, defaults[name])
     return resolve(run)
 
 

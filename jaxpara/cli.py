@@ -6,7 +6,6 @@ imported only where devices are needed.
 import argparse
 import os
 import sys
-from dataclasses import replace
 from importlib.metadata import version
 
 from jaxpara import checks
@@ -91,10 +90,7 @@ def placed(run, target):
     from jaxpara import targets
     auto = run.mesh.auto
     run = targets.fit(run, target) if target else targets.place(run)[0] if auto else run
-    errors, notes = checks.check(run)
-    if errors:
-        raise ConfigError(*errors)
-    return replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes))))
+    return checks.checked(run)
 
 
 def perform(arguments):

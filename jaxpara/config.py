@@ -172,6 +172,14 @@ class Run:
         """Copy with some fields of some parts replaced: `run.change(mesh=dict(tp=2), name="x")`. Nests to any depth."""
         return _change(self, parts)
 
+    def set(self, name, value):
+        """Copy with one setting replaced, by its dotted name: `run.set("parallel.zero.dp", 1)`."""
+        *parents, leaf = name.split(".")
+        change = {leaf: value}
+        for parent in reversed(parents):
+            change = {parent: change}
+        return self.change(**change)
+
 
 def _change(node, parts):
     return replace(node, **{name: _change(getattr(node, name), value) if isinstance(value, dict) else value

@@ -86,11 +86,7 @@ def override(run, overrides):
             wrong.append(f"{name} = {value!r}: {error}")
             continue
         typed.add(name)
-        *parents, leaf = name.split(".")
-        change = {leaf: value}
-        for parent in reversed(parents):
-            change = {parent: change}
-        run = run.change(**change)
+        run = run.set(name, value)
     return run, typed, wrong
 
 

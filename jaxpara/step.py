@@ -5,7 +5,6 @@ arrays placed by the optimizer specs, so that norms and clipping see whole logic
 the parameter all-gather of ZeRO-1 and 2.
 """
 from collections.abc import Mapping
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jaxpara import checks, gradients
 from jaxpara.batch import place_batch, slots, specs
 from jaxpara.config import resolve
 from jaxpara.data.order import inverse
-from jaxpara.errors import ConfigError
 from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
@@ -33,22 +31,12 @@ def build(run, target=None):
     Sets up fake CPU devices when no accelerator is present, and 64-bit mode when the run's precision asks for float64. Raises
     ConfigError with every violation before anything is compiled.
     """
-    run = resolve(run)
-    checked(run)
-    run, mesh = place(run, target)
-    notes = checked(run)        # again, now that an "auto" axis is filled
+    run, mesh = place(checks.checked(resolve(run)), target)
+    run = checks.checked(run)       # again, now that an "auto" axis is filled
     check_random()
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)
-    return Program(replace(run, notes=tuple(dict.fromkeys(run.notes + tuple(notes)))), mesh)
-
-
-def checked(run):
-    """The notes on a run without violations; ConfigError with all of them otherwise."""
-    errors, notes = checks.check(run)
-    if errors:
-        raise ConfigError(*errors)
-    return notes
+    return Program(run, mesh)
 
 
 class Metrics(Mapping):
