@@ -58,6 +58,12 @@ class Metrics(Mapping):
         return repr(dict(self))
 
 
+def square_sum(gradient, name):
+    """Sum of squares, in a scope that says whose it is."""
+    with jax.named_scope(f"norm.sum.{name}"):
+        return jnp.sum(gradient * gradient)
+
+
 class Program:
     """A training program for one run on one mesh. Nothing is compiled until it is first used, and then once."""
 
@@ -132,12 +138,18 @@ class Program:
         with jax.named_scope("optimizer"):
             return self._update(state, loss, tokens, grads)
 
+    def _place_as(self, tree, kind):
+        """Constrain {name: array} to one of the placements' specs; a gather that this takes is its parameter's by name."""
+        placed = {}
+        for name, value in tree.items():
+            with jax.named_scope(f"update.gather.{name}"):
+                placed[name] = lax.with_sharding_constraint(value, sharding(self.mesh, getattr(self.placements[name], kind)))
+        return placed
+
     def _update(self, state, loss, tokens, grads):
-        run, place_as = self.run, lambda tree, kind: lax.with_sharding_constraint(
-            tree, {name: sharding(self.mesh, getattr(self.placements[name], kind)) for name in tree})
+        run, place_as = self.run, self._place_as
         wide = {name: gradient.astype(jnp.promote_types(run.precision.optimizer, jnp.float32)) for name, gradient in grads.items()}
-        squares = {name: jnp.sum(gradient * gradient) for name, gradient in wide.items()}
-        norm = jnp.sqrt(sum(squares.values()))
+        norm = jnp.sqrt(sum(square_sum(gradient, name) for name, gradient in wide.items()))
         healthy = (state.stopped < 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
         if run.optim.clip is not None:
             wide = {name: gradient * jnp.minimum(1, run.optim.clip / jnp.maximum(norm, 1e-30)) for name, gradient in wide.items()}

@@ -8,8 +8,8 @@ from math import prod
 
 from jaxpara.hlo.groups import group_size
 
-PHASES = ("forward", "backward", "recompute", "reduce", "optimizer", "loss")
-SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r)(?:\.([\w.]+))?(?![\w.])")
+SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|update\.gather|norm\.sum|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r)"
+                   r"(?:\.([\w.]+))?(?![\w.])")
 
 PULLED_BACK = re.compile(r"(transpose\()?jvp\(")
 """The marks of differentiation, outermost first; a plain jvp( inside a transpose(jvp( is a forward pass run again by our own backward."""
@@ -61,7 +61,7 @@ def groups_over(axes, sizes):
 
 
 def phase_of(op_name):
-    """One of PHASES. Our scope decides where there is one; else JAX's marks: transposed is backward, rematted is recompute."""
+    """One of `plan.lines.PHASES`. Our scope decides where there is one; else JAX's marks: transposed is backward, rematted is recompute."""
     scope, part = scope_of(op_name)
     if scope.startswith(("zero0", "zero1", "zero2")):
         return "reduce"
@@ -71,7 +71,7 @@ def phase_of(op_name):
         return "recompute"
     if scope == "zero3.scatter" or part in ("backward", "gradient"):
         return "backward"
-    if not scope and "optimizer" in re.split(r"[/(:]", op_name):
+    if scope in ("update.gather", "norm.sum") or not scope and "optimizer" in re.split(r"[/(:]", op_name):
         return "optimizer"
     return "backward" if "transpose(" in op_name else "forward"
 

@@ -11,7 +11,7 @@ from jaxpara.hlo.groups import flattened, group_size, groups, listed
 from jaxpara.hlo.module import HloError, Instruction, Module, parse
 from jaxpara.hlo.slices import only_sliced
 from jaxpara.hlo.trips import trip_count
-from jaxpara.plan.traffic import FACTOR
+from jaxpara.plan.lines import FACTOR
 
 __all__ = ["Collective", "HloError", "Instruction", "Module", "bits", "collectives", "parse"]
 

@@ -1,104 +1,25 @@
 """What one device sends in one step, from the config alone: the closed forms of ZeRO, tensor and sequence parallelism. No JAX.
 
-Costs are those of the ring algorithms, in bytes sent per device: all-gather (N-1)/N of the full result, reduce-scatter (N-1)/N of
-the full operand, all-reduce both, all-to-all (N-1)/N of the local operand, permute the operand. `limit` leaves the (N-1)/N out.
-These are the manual lowering's; under the annotated one XLA chooses. Not listed: the scalars of the gradient norm.
+These are the manual lowering's, as the compiled program has them: what compilers are known to merge is counted once and said where
+it is counted. Under the annotated lowering XLA chooses.
 """
-from collections import defaultdict
-from dataclasses import dataclass
-from math import prod
-
 from jaxpara.checks import ring_degree, ulysses_degree
 from jaxpara.config import BYTES
+from jaxpara.plan.lines import Line
+from jaxpara.plan.weights import norm, reductions, size, updates, zero3
 from jaxpara.zero import placements
-
-FACTOR = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "permute": 1}
-
-
-@dataclass(frozen=True)
-class Line:
-    axes: tuple[str, ...]   # the group spans these axes
-    what: str
-    kind: str               # of FACTOR
-    when: str               # how often: "layer" | "block" | "micro-batch" | "step"
-    calls: int              # per step
-    elements: int           # per step, all calls together: of the full result, operand, … as the module says
-    width: int              # bytes per element
-    n: int                  # devices in the group
-
-    @property
-    def axis(self):
-        return "·".join(self.axes)
-
-    @property
-    def limit(self):
-        """Bytes for a large group."""
-        return FACTOR[self.kind] * self.elements * self.width
-
-    @property
-    def wire(self):
-        """Bytes sent per device and step, exactly; a whole number wherever the group divides the data."""
-        exact = self.limit if self.kind == "permute" else self.limit * (self.n - 1) / self.n
-        return int(exact) if exact == int(exact) else exact
 
 
 def traffic(run):
     """Every `Line` of a run's train step, in the order of the step; empty on one device."""
     table = placements(run)
-    lines = [*zero3(run, table), *tensor(run), *sequence(run), *loss(run), *reductions(run, table), *updates(run, table)]
+    lines = [*zero3(run, table), *tensor(run), *sequence(run), *loss(run), *reductions(run, table), *norm(run, table), *updates(run, table)]
     return [line for line in lines if line.elements]
 
 
-def total(lines):
-    """{axis: (wire, limit)} summed."""
-    sums = defaultdict(lambda: [0, 0])
-    for line in lines:
-        sums[line.axis][0] += line.wire
-        sums[line.axis][1] += line.limit
-    return {axis: tuple(pair) for axis, pair in sums.items()}
-
-
-def group(run, axes):
-    return prod(getattr(run.mesh, axis) for axis in axes)
-
-
 def wide(run):
-    """Bytes of an accumulator: float32, or float64 in float64 runs."""
-    return max(4, BYTES[run.precision.compute])
-
-
-def gathered_again(parameter, run):
-    """Whether the backward pass gathers a layer's weight again. Biases feed nothing that backward needs, unless what follows is recomputed."""
-    if not parameter.stacked:
-        return False
-    if "bias" not in parameter.name:
-        return True
-    recomputed = {"none": (), "full": ("norm1", "norm2", "query", "key", "value", "output", "up"),
-                  "selective": ("norm1", "norm2", "query", "key", "value", "output", "up")}[run.parallel.remat]
-    return any(part in parameter.name for part in recomputed)
-
-
-def zero3(run, table):
-    """Per layer: weights gathered in compute dtype, forward and backward; gradients scattered in gradient dtype."""
-    m, compute, gradient = run.train.microbatches, BYTES[run.precision.compute], BYTES[run.precision.gradient(run.train.microbatches)]
-    sums = defaultdict(lambda: [0, 0])
-    for p in table.values():
-        axes = p.axes(3)
-        if not axes:
-            continue
-        parameter, layered = p.parameter, p.parameter.stacked
-        full = p.elements(p.storage) * group(run, axes) // (run.model.kv_heads if p.kv_slice is not None else 1)
-        uses = 2 if run.model.tied and parameter.name == "embedding.tokens" else 1
-        calls = m * (run.model.layers if layered else uses)
-        when = "layer" if layered else "micro-batch"
-        for what, kind, width, counts in (("ZeRO-3 weights, forward", "all-gather", compute, True),
-                                          ("ZeRO-3 weights, backward", "all-gather", compute, gathered_again(parameter, run)),
-                                          ("ZeRO-3 gradients", "reduce-scatter", gradient, True)):
-            entry = sums[axes, what, kind, when, width]
-            entry[0] += calls * counts
-            entry[1] += m * uses * full * counts
-    for (axes, what, kind, when, width), (calls, elements) in sums.items():
-        yield Line(axes, what, kind, when, calls, elements, width, group(run, axes))
+    """Dtype of an accumulator: float32, or float64 in float64 runs."""
+    return "float64" if BYTES[run.precision.compute] == 8 else "float32"
 
 
 def tokens_per_device(run):
@@ -106,110 +27,109 @@ def tokens_per_device(run):
     return run.train.batch // run.train.microbatches // run.mesh.batch * run.train.seq // run.mesh.sp
 
 
+def attention_again(run):
+    """Whether the backward pass runs attention's forward pass again."""
+    return run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls")
+
+
 def tensor(run):
     """Per attention or MLP block 2 all-reduces (8δb(S/N_sp)H per layer), with Megatron-SP as gathers and scatters and the backward
     re-gather of each block's input (10). Recompute repeats the attention exit; the MLP's is dead."""
     if run.mesh.tp == 1:
         return
-    m, layers, width = run.train.microbatches, run.model.layers, BYTES[run.precision.compute]
-    size, tp, n = tokens_per_device(run) * run.model.width, ("tp",), run.mesh.tp
+    m, layers, elements = run.train.microbatches, run.model.layers, tokens_per_device(run) * run.model.width
     keeps_exit = run.parallel.remat == "selective" and run.parallel.remat_save == "matmuls"
-    repeats = layers if run.parallel.remat != "none" and not keeps_exit else 0
-    blocks = 2 * layers
+    repeated = run.parallel.remat != "none" and not keeps_exit
+    megatron = run.parallel.tp_sequence
 
-    def line(what, kind, calls, when="block"):
-        return Line(tp, what, kind, when, m * calls, m * calls * size, width, n)
+    def line(what, kind, phase, owner, calls=layers, when="block"):
+        return Line(kind, ("tp",), run.precision.compute, elements, m * calls, phase, owner, run.mesh.tp, what, when)
 
-    if run.parallel.tp_sequence:
-        yield line("block inputs, forward", "all-gather", blocks)
-        yield line("block outputs, forward", "reduce-scatter", blocks + repeats)
-        yield line("block inputs, backward again", "all-gather", blocks)
-        yield line("block output gradients", "all-gather", blocks)
-        yield line("block input gradients", "reduce-scatter", blocks)
-        yield line("embedding and head", "all-gather", 2, "micro-batch")
-        yield line("embedding and head", "reduce-scatter", 2, "micro-batch")
-    else:
-        yield line("block outputs, forward", "all-reduce", blocks + repeats)
-        yield line("block input gradients", "all-reduce", blocks)
-        yield line("embedding and head", "all-reduce", 2, "micro-batch")
-        if run.parallel.zero_r and run.parallel.remat == "full":
-            yield line("ZeRO-R layer inputs", "all-gather", layers, "layer")
+    summed = "reduce-scatter" if megatron else "all-reduce"
+    for block in ("attention", "mlp"):
+        if megatron:
+            yield line("block inputs, forward", "all-gather", "forward", block)
+            yield line("block inputs, backward again", "all-gather", "recompute", block)
+            yield line("block output gradients", "all-gather", "backward", block)
+        yield line("block outputs, forward", summed, "forward", block)
+        yield line("block input gradients", summed, "backward", block)
+    if repeated:
+        yield line("block outputs, forward", summed, "recompute", "attention")
+    for owner, into, out in (("embedding", "backward", "forward"), ("head", "forward", "backward")):
+        if megatron:
+            yield line("embedding and head", "all-gather", into, owner, 1, "micro-batch")
+        yield line("embedding and head", summed, out, owner, 1, "micro-batch")
+    if not megatron and run.parallel.zero_r and run.parallel.remat == "full":
+        yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", layers, "layer")
 
 
 def sequence(run):
-    """Ring (4 + 2δ_acc/δ)·δbSN_kv·d/N_tp, Ulysses 4(N_kv/N_q + 1)δbSN_q·d/(N_sp·N_tp), all-gather KV: per layer and micro-batch."""
+    """Ring (4 + 2δ_acc/δ)·δbSN_kv·d/N_tp, Ulysses 4(N_kv/N_q + 1)·δbSN_q·d/(N_sp·N_tp), all-gather KV: per layer and micro-batch."""
     if run.mesh.sp == 1:
         return
-    calls = run.train.microbatches * run.model.layers
-    width, model, tokens = BYTES[run.precision.compute], run.model, tokens_per_device(run)
-    again = run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls")
-    inner, ring = ulysses_degree(run), ring_degree(run)
-    queries = tokens * model.heads // run.mesh.tp * model.head_dim
-    kv_heads = max(model.kv_heads // run.mesh.tp, 1)
-    keys = tokens * (max(kv_heads, inner) if inner > 1 else kv_heads) * model.head_dim
-
-    def line(what, kind, count, elements, n, width=width):
-        return Line(("sp",), what, kind, "layer", calls * count, calls * elements, width, n)
-
+    inner, kv_heads = ulysses_degree(run), max(run.model.kv_heads // run.mesh.tp, 1)
+    keys = tokens_per_device(run) * (max(kv_heads, inner) if inner > 1 else kv_heads) * run.model.head_dim
     if run.parallel.sp_kind == "allgather":
-        full = keys * run.mesh.sp
-        yield line("keys and values, forward", "all-gather", 2 * (1 + again), 2 * (1 + again) * full, run.mesh.sp)
-        yield line("keys and values, backward", "all-gather", 2, 2 * full, run.mesh.sp)
-        yield line("key and value gradients", "reduce-scatter", 2, 2 * full, run.mesh.sp, wide(run))
+        yield from gathered_keys(run, keys)
         return
     if inner > 1:
-        attention_kept = run.parallel.remat == "selective" and run.parallel.remat_save == "attention"
-        into, out = 1 + again + attention_kept, 1 + again
-        yield line("Ulysses, forward", "all-to-all", 3 * into + out, into * (queries + 2 * keys) + out * queries, inner)
-        yield line("Ulysses, backward", "all-to-all", 4, 2 * queries + 2 * keys, inner)
-    if ring > 1:
-        hops = ring - 1
-        yield line("ring K, V, forward", "permute", 2 * hops * (1 + again), 2 * hops * (1 + again) * keys, ring)
-        yield line("ring K, V, backward", "permute", 2 * hops, 2 * hops * keys, ring)
-        yield line("ring dK, dV", "permute", 2 * ring, 2 * ring * keys, ring, wide(run))
+        yield from ulysses(run, keys, inner)
+    if ring_degree(run) > 1:
+        yield from ring(run, keys, ring_degree(run))
+
+
+def attention_line(run, n, what, kind, phase, elements, calls=1, dtype=None):
+    """A line of attention's exchange over sp: `calls` per layer and micro-batch."""
+    calls *= run.train.microbatches * run.model.layers
+    return Line(kind, ("sp",), dtype or run.precision.compute, elements, calls, phase, "attention", n, what, "layer")
+
+
+def gathered_keys(run, keys):
+    """Keys and values, forward and backward, and their gradients. keys: elements of one device's K."""
+    full, n = keys * run.mesh.sp, run.mesh.sp
+    yield attention_line(run, n, "keys and values, forward", "all-gather", "forward", full, 2)
+    if attention_again(run):
+        yield attention_line(run, n, "keys and values, forward", "all-gather", "recompute", full, 2)
+    yield attention_line(run, n, "keys and values, backward", "all-gather", "backward", full, 2)
+    yield attention_line(run, n, "key and value gradients", "reduce-scatter", "backward", full, 2, wide(run))
+
+
+def ulysses(run, keys, n):
+    """q, k, v in, out back, and the reverse in backward. A policy that keeps attention keeps `out`, so only q, k, v go in again."""
+    queries = tokens_per_device(run) * run.model.heads // run.mesh.tp * run.model.head_dim
+    keeps_attention = run.parallel.remat == "selective" and run.parallel.remat_save == "attention"
+    again = attention_again(run)
+    for phase, into, out in (("forward", 1, 1), ("recompute", again or keeps_attention, again), ("backward", 1, 1)):
+        what = "Ulysses, backward" if phase == "backward" else "Ulysses, forward"
+        if into:
+            yield attention_line(run, n, what, "all-to-all", phase, keys, 2)
+        if into + out:
+            yield attention_line(run, n, what, "all-to-all", phase, queries, into + out)
+
+
+def ring(run, keys, n):
+    """K, V around the ring of n in n-1 hops; in backward again, with dK, dV in n hops that bring them home.
+
+    In a ring of two whose forward pass is run again, that pass's one hop and the backward pass's are the same hop: it is sent once.
+    """
+    hops, again = n - 1, attention_again(run)
+    yield attention_line(run, n, "ring K, V, forward", "permute", "forward", keys, 2 * hops)
+    if again:
+        yield attention_line(run, n, "ring K, V, forward", "permute", "recompute", keys, 2 * hops)
+    if not (again and n == 2):
+        yield attention_line(run, n, "ring K, V, backward", "permute", "backward", keys, 2 * hops)
+    yield attention_line(run, n, "ring dK, dV", "permute", "backward", keys, 2 * n, wide(run))
 
 
 def loss(run):
     """Vocabulary-parallel loss: a maximum and two sums per token; and once a step the loss and the count of tokens."""
-    m, tokens = run.train.microbatches, tokens_per_device(run)
+    tokens, dtype = tokens_per_device(run), wide(run)
     chunks = -(-tokens // run.parallel.loss_chunk)
     if run.mesh.tp > 1:
-        padded = chunks * -(-tokens // chunks)
-        yield Line(("tp",), "vocabulary-parallel loss", "all-reduce", "micro-batch", 2 * m * chunks, 3 * m * padded, wide(run), run.mesh.tp)
+        for numbers in (1, 2):
+            yield Line("all-reduce", ("tp",), dtype, numbers * -(-tokens // chunks), run.train.microbatches * chunks, "loss", "loss",
+                       run.mesh.tp, "vocabulary-parallel loss", "micro-batch")
     axes = run.mesh.live(("dp", "fsdp", "ep", "sp"))
     if axes:
-        yield Line(axes, "token count", "all-reduce", "step", 1, 1, 4, group(run, axes))
-        yield Line(axes, "loss", "all-reduce", "step", 1, 1, wide(run), group(run, axes))
-
-
-def reductions(run, table):
-    """Gradients in gradient dtype: stage 2 in every micro-batch, stages 1 and 0 once a step; what tp ranks hold in copies, once a step."""
-    m, width = run.train.microbatches, BYTES[run.precision.gradient(run.train.microbatches)]
-    sums = defaultdict(lambda: [0, 0])
-
-    def add(axes, what, kind, when, calls, elements):
-        if axes:
-            entry = sums[axes, what, kind, when]
-            entry[0] += calls
-            entry[1] += elements
-
-    for p in table.values():
-        add(p.axes(2), "ZeRO-2 gradients", "reduce-scatter", "micro-batch", m, m * p.elements(p.storage))
-        add(p.axes(1), "ZeRO-1 gradients", "reduce-scatter", "step", 1, p.elements(p.gradient))
-        rest = p.axes(0) + ("tp",) * p.tp_sum
-        what = "gradients of copies over tp" if rest == ("tp",) else "ZeRO-0 gradients"
-        add(rest, what, "all-reduce", "step", 1, p.elements(p.optimizer))
-    for (axes, what, kind, when), (calls, elements) in sums.items():
-        yield Line(axes, what, kind, when, calls, elements, width, group(run, axes))
-
-
-def updates(run, table):
-    """After the update, the parameters of stages 1 and 2 in parameter dtype: one all-gather a step."""
-    sums = defaultdict(lambda: [0, 0])
-    for p in table.values():
-        axes = tuple(axis for axis in p.mesh.sizes if p.stages.get(axis) in (1, 2))
-        if axes:
-            sums[axes][0] += 1
-            sums[axes][1] += p.elements(p.storage)
-    for axes, (calls, elements) in sums.items():
-        yield Line(axes, "updated parameters", "all-gather", "step", calls, elements, BYTES[run.precision.params], group(run, axes))
+        yield Line("all-reduce", axes, "int32", 1, 1, "loss", "loss", size(run, axes), "token count", "step")
+        yield Line("all-reduce", axes, dtype, 1, 1, "loss", "loss", size(run, axes), "loss", "step")
