@@ -1,9 +1,12 @@
 """Devices: fake CPU devices when no accelerator is present, and the named-axis mesh over them."""
 import os
 import re
+from glob import glob
+from importlib.util import find_spec
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpara.config import AXES
@@ -28,6 +31,7 @@ def ensure_devices(needed):
     if re.search(r"[\u2010-\u2015\u2212]", flags):
         raise ConfigError(f"XLA_FLAGS = {flags!r} holds a typographic dash, so XLA ignores the flag or stops. Type two plain hyphens: --xla_…")
     if not started():
+        leave_absent_tpus_alone()
         given = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
         jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, needed, int(given.group(1)) if given else 0,
                                                      jax.config.jax_num_cpu_devices))
@@ -38,6 +42,33 @@ def ensure_devices(needed):
                   f"jax.config.update('jax_num_cpu_devices', {needed}) before anything else uses JAX."
                   if platform == "cpu" else "Make the mesh smaller, or run on more devices.")
         raise ConfigError(f"The mesh needs {needed} devices and JAX has {found} ({platform}). {remedy}")
+
+
+def leave_absent_tpus_alone():
+    """Keep JAX off TPUs that are not there: where libtpu is installed to compile only, JAX would look for one, loudly."""
+    from jax._src import hardware_utils     # what JAX itself asks before it starts a TPU
+    given = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")
+    if not given and find_spec("libtpu") and not hardware_utils.num_available_tpu_chips_and_device_id()[0] and not glob("/dev/nvidia[0-9]*"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def stay_on_cpu():
+    """For a compile-only target: whatever JAX itself has to compute, it computes on the CPU. Of no effect once JAX has started."""
+    if not started():
+        jax.config.update("jax_platforms", "cpu")
+        ensure_devices(1)
+
+
+def lay_out(config, devices):
+    """`jax.sharding.Mesh` of all of a topology's devices, slow axes across nodes and tp innermost.
+
+    TPU: laid over the torus so that each axis is a ring, or a plane or cube of rings (JAX's own choice, as in `jax.make_mesh`): a plain
+    reshape of the list makes XLA turn gathers into all-reduces. GPU: in the order of nodes and their devices.
+    """
+    shape = tuple(config.sizes.values())
+    if devices[0].platform == "tpu":
+        return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+    return Mesh(np.asarray(devices).reshape(shape), AXES)
 
 
 def make_mesh(config, devices=None):

@@ -44,6 +44,7 @@ class Collective:
     name: str                                   # of the instruction
     computation: str                            # that it stands in
     loops: tuple[str, ...] = ()                 # the while instructions around it, outermost first
+    trips: tuple[int, ...] = ()                 # passes of each; 1 where unknown
     conditional: bool = False                   # in a branch that may not be taken
     uncertain: str = ""                         # why `calls` may be wrong; "" where it is known
     is_async: bool = False                      # has a start and a done
@@ -76,6 +77,7 @@ class Place:
     """What is known of how a computation is reached."""
     calls: int = 1
     loops: tuple[str, ...] = ()
+    trips: tuple[int, ...] = ()
     conditional: bool = False
     uncertain: str = ""
     is_async: bool = False
@@ -121,8 +123,8 @@ def callees(module, computation, instruction, place):
     if opcode == "while":
         trips = trip_count(module, computation, instruction)
         uncertain = place.uncertain or ("" if trips is not None else f"passes of {instruction.name} unknown, counted as 1")
-        inside = place(loops=(*place.loops, instruction.name), uncertain=uncertain)
         once = 1 if trips is None else trips
+        inside = place(loops=(*place.loops, instruction.name), trips=(*place.trips, once), uncertain=uncertain)
         yield from ((callee, inside(calls=place.calls * (once + 1))) for callee in called.get("condition", ()))
         yield from ((callee, inside(calls=place.calls * once)) for callee in called.get("body", ()))
     elif opcode == "conditional":
@@ -186,8 +188,8 @@ def read(module, computation, instruction, place):
     sugar = start and opcode not in ("all-gather", "all-reduce", "collective-permute", "send")
     disguise = ("async collective fusion" if len(chain) > 1 else "send + recv" if opcode == "send"
                 else "async-start wrapper" if place.wrapped or sugar else None)
-    common = {"groups": found, "name": instruction.name, "computation": computation.name, "loops": place.loops, "calls": place.calls,
-              "conditional": place.conditional, "uncertain": place.uncertain, "is_async": start or place.is_async or len(chain) > 1,
+    common = {"groups": found, "name": instruction.name, "computation": computation.name, "loops": place.loops, "trips": place.trips,
+              "calls": place.calls, "conditional": place.conditional, "uncertain": place.uncertain, "is_async": start or place.is_async or len(chain) > 1,
               "overlapped": fused_between(module, place, chain) if len(chain) > 1 else
               overlapped(module, computation, instruction) if start else place.overlapped}
     sizes = operands(computation, instruction, kind, opcode, found)

@@ -12,7 +12,9 @@ FACTOR = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1
 
 PHASES = ("forward", "recompute", "backward", "reduce", "optimizer", "loss")
 
-WIDTH = {**BYTES, "int32": 4}
+WIDTH = {**BYTES, "float8": 1, "complex64": 8, "complex128": 16, "bool": 1,
+         **{f"{sign}int{8 * width}": width for sign in ("", "u") for width in (1, 2, 4, 8)}}
+"""Bytes per element of every dtype that a line may have."""
 
 
 @dataclass(frozen=True)

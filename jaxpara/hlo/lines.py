@@ -1,0 +1,57 @@
+"""Collectives of a compiled program -> contract lines, like with like. No JAX."""
+import re
+from dataclasses import dataclass
+
+from jaxpara.hlo.attribute import axes_of, owner_of, phase_of
+from jaxpara.hlo.parse import Collective
+from jaxpara.plan.lines import Line
+
+WORDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
+
+
+def dtype_of(name):
+    """XLA's f32, bf16, s32, pred … as numpy's names."""
+    if name.startswith("f8"):
+        return "float8"
+    found = re.fullmatch(r"(f|bf|s|u)(\d+)", name)
+    return WORDS[found[1]] + found[2] if found else {"pred": "bool", "c64": "complex64", "c128": "complex128"}.get(name, name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A compiled contract line, and the collectives that it stands for."""
+    line: Line
+    parts: tuple[Collective, ...]
+
+    @property
+    def known(self):
+        """Whether the mesh explains the groups."""
+        return bool(self.line.axes)
+
+
+def found(collectives, run):
+    """A `Found` for every different line; groups of one, which send nothing, are left out. Where no axes explain the groups, axes is ()."""
+    sizes, lines = run.mesh.sizes, {}
+    for one in collectives:
+        if one.n == 1:
+            continue
+        axes = axes_of(one.groups, one.kind, sizes) or ()
+        phase, owner = phase_of(one.op_name), owner_of(one.op_name)
+        key = one.kind, axes, dtype_of(one.dtype), one.elements, phase, owner, one.n, one.disguise, where(one.trips, run)
+        lines.setdefault(key, []).append(one)
+    for (kind, axes, dtype, elements, phase, owner, n, disguise, place), parts in lines.items():
+        calls = sum(part.calls for part in parts)
+        yield Found(Line(kind, axes, dtype, elements, calls, phase, owner, n, disguise or "", place), tuple(parts))
+
+
+def where(trips, run):
+    """In which loops, in words. trips: passes of each loop around, outermost first."""
+    rest, words = [trip for trip in trips if trip > 1], []
+    if run.train.microbatches > 1 and rest[:1] == [run.train.microbatches]:
+        words.append("micro-batch")
+        rest = rest[1:]
+    if rest[:1] == [run.model.layers]:
+        words.append("layer")
+        rest = rest[1:]
+    words += [f"loop of {trip}" for trip in rest]
+    return " · ".join(words) or "step"
