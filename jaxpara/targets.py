@@ -61,9 +61,11 @@ def tpu_devices(target):
     """Devices of a TPU slice, compile-only."""
     if find_spec("libtpu") is None:
         raise ConfigError(f'Compiling for {target.name} needs libtpu: pip install "jaxpara[tpu]".')
-    # libtpu asks Google Cloud's metadata server where it runs, and lets one process at a time load it: neither matters without a TPU
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # libtpu asks Google Cloud's metadata server where it runs, complains of what it does not find there, and lets one process at a time
+    # load it: none of this matters without a TPU
+    for name, value in {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+                        "TPU_ACCELERATOR_TYPE": "v5p-8"}.items():
+        os.environ.setdefault(name, value)
     options = {}
     if target.chip.dims == 3 and all(size % CUBE == 0 for size in target.shape):
         options["wrap"] = (True, True, True)
@@ -71,21 +73,21 @@ def tpu_devices(target):
         options["chip_config_name"] = "megacore"        # one device per chip, as JAX runs on v4
     if target.devices == target.chip.devices:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    return described(target, "tpu", f"{target.chip.name}:{target.topology}", **options)
+    return described(target, "tpu", topology_name=f"{target.chip.name}:{target.topology}", **options)
 
 
 def gpu_devices(target):
     """Devices of a GPU cluster, compile-only."""
     if find_spec("jax_plugins") is None or not any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
         raise ConfigError(f'Compiling for {target.name} needs the CUDA plugin of JAX: pip install "jaxpara[gpu]".')
-    return described(target, "cuda", f"1x{target.topology}", target_config=gpu_config(target.chip))
+    return described(target, "cuda", topology=f"1x{target.topology}", target_config=gpu_config(target.chip))
 
 
-def described(target, platform, topology, **options):
+def described(target, platform, **options):
     from jax.errors import JaxRuntimeError
     from jax.experimental.topologies import get_topology_desc
     try:
-        devices = list(get_topology_desc(topology, platform, **options).devices)
+        devices = list(get_topology_desc(platform=platform, **options).devices)
     except JaxRuntimeError as error:
         raise ConfigError(f"The compiler knows no topology {target.name}: {str(error).splitlines()[0]}") from None
     if len(devices) != target.devices:
