@@ -69,8 +69,9 @@ def compare(predicted, collectives, run, platform="cpu"):
     for same in (identity, without_dtype, without_names):
         matched += match(ours, theirs, same)
     rewritten = rewrites(ours, theirs, run, platform)
-    rewritten += [Rewrite(name, *pair) for pair in matched for name in [converted(pair[0], pair[1])] if name]
-    return Contract(predicted, [one.line for one in seen], matched, rewritten, differences(ours, theirs, seen), seen)
+    rewritten += [Rewrite(name, replace(line, calls=calls), replace(other, calls=calls), calls)
+                  for line, other, calls in matched for name in changed(line, other)]
+    return Contract(predicted, [one.line for one in seen], matched, rewritten, list(differences(ours, theirs, seen)), seen)
 
 
 def identity(line):
@@ -100,11 +101,12 @@ def match(ours, theirs, same):
     return matched
 
 
-def converted(predicted, compiled):
-    """The name of the rewrite if the data travels in another width than planned."""
-    if predicted.width == compiled.width:
-        return ""
-    return "widened" if predicted.width < compiled.width else "narrowed"
+def changed(predicted, compiled):
+    """Names of the rewrites in a pair that matches: another width than planned, a reduce-scatter written in two."""
+    if predicted.width != compiled.width:
+        yield "widened" if predicted.width < compiled.width else "narrowed"
+    if compiled.what in KNOWN:
+        yield compiled.what
 
 
 def differences(ours, theirs, seen):

@@ -1,0 +1,236 @@
+"""Compiled text -> the bytes it needs: what is alive at the fullest moment, whose it is, and which arguments are larger than planned. No JAX.
+
+XLA's `memory_analysis()` gives sums only. The text of a scheduled program gives the rest: its order is the order of execution, so the
+moment at which most bytes are alive can be found, and every buffer has the name of what made it.
+"""
+import re
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from jaxpara.config import BYTES
+from jaxpara.hlo.module import HloError, close, parse
+from jaxpara.hlo.module import split as parts_of
+from jaxpara.hlo.parse import BITS
+from jaxpara.rules import local_shape
+from jaxpara.zero import placements
+
+LEAF = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
+DEFINITION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(\(|[a-z]\w*\[)", re.M)
+IN_PLACE = ("dynamic-update-slice", "scatter")
+NOTHING_NEW = ("bitcast", "optimization-barrier", "while", "add-dependency")
+RUNS = ("while", "conditional", "call", "async-start")
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    name: str                   # of the instruction that makes it
+    bytes: int                  # as laid out, tiles filled up
+    dtype: str
+    dims: tuple[int, ...]
+    op_name: str
+    opcode: str = ""
+    loops: int = 0              # how many loops it lies in
+    carried: bool = False       # whether a loop carries it
+
+
+@dataclass(frozen=True)
+class Peak:
+    bytes: int                  # alive at once, arguments and results left out
+    at: str                     # the instruction at which
+    buffers: tuple[Buffer, ...]     # alive there, largest first
+
+
+def padded(dtype, dims, layout=""):
+    """Bytes of an array under an XLA layout such as "1,0:T(8,128)(2,1)": the most minor dims are filled up to whole tiles."""
+    order, _, rest = layout.partition(":")
+    tile = re.match(r"T\(([\d,]+)\)", rest)
+    sizes = [dims[int(i)] for i in reversed(order.split(","))] if order else list(dims)
+    if tile:
+        steps = [int(step) for step in tile.group(1).split(",")]
+        sizes = [1] * (len(steps) - len(sizes)) + sizes
+        first = len(sizes) - len(steps)
+        sizes = sizes[:first] + [ceil(size / step) * step for size, step in zip(sizes[first:], steps)]
+    return ceil(prod(sizes) * BITS[dtype] / 8)
+
+
+def leaves(text, name="", op_name="", opcode=""):
+    """A shape as printed -> a `Buffer`, or for a tuple a list of such. Arrays outside the main memory (S(1) and up) have 0 bytes."""
+    text = text.strip()
+    if text.startswith("("):
+        return [leaves(part, name, op_name, opcode) for part in parts_of(text[1:close(text) - 1])]
+    found = LEAF.match(text)
+    if not found:
+        raise HloError(f"{name}: no shape in {text[:60]!r}.")
+    dtype, inside, layout = found.groups()
+    dims = tuple(int(dim.strip().lstrip("<=")) for dim in inside.split(",") if dim.strip())
+    elsewhere = re.search(r"S\([1-9]", layout or "")
+    return Buffer(name, 0 if elsewhere or dtype not in BITS else padded(dtype, dims, layout or ""), dtype, dims, op_name, opcode)
+
+
+def printed_shapes(text):
+    """{instruction: its shape as printed}; names are unique in a module."""
+    text = re.sub(r"/\*.*?\*/", "", text)
+    found = {}
+    for match in DEFINITION.finditer(text):
+        start = match.start(2)
+        if match.group(2) == "(":
+            found[match.group(1)] = text[start:start + close(text[start:start + 200_000])]
+        else:
+            found[match.group(1)] = LEAF.match(text, start).group()
+    return found
+
+
+def flat(value):
+    """The `Cell`s in a value."""
+    return [leaf for part in value for leaf in flat(part)] if isinstance(value, list) else [value]
+
+
+class Cell:
+    """One place in memory: several values may lie in it one after the other."""
+
+    def __init__(self, buffer, start):
+        self.buffer, self.start, self.end, self.outside = buffer, start, start, False
+
+
+def peak(text):
+    """The `Peak` of a scheduled module: the entry computation, and below each loop, branch or call what that needs while it runs.
+
+    Values that leave a computation lie where the caller put them (loops carry in place). An operand that dies at an elementwise operation of
+    its own size gives its place to the result. What fragmentation costs on top, `memory_analysis()` knows and the text does not.
+    """
+    module = parse(text)
+    if not module.scheduled:
+        raise HloError("The module is not scheduled: take the text of a compiled program.")
+    return Liveness(module, printed_shapes(text)).peak(module.entry, 0)
+
+
+class Liveness:
+    def __init__(self, module, printed):
+        self.module, self.printed, self.known = module, printed, {}
+
+    def peak(self, name, loops):
+        if (name, loops) not in self.known:
+            computation = self.module.computations[name]
+            self.known[name, loops] = self.fullest(computation, self.cells(computation, loops), loops)
+        return self.known[name, loops]
+
+    def cells(self, computation, loops):
+        """Every `Cell` of a computation with its first and last use."""
+        values, everything = {}, {}
+        users = {name: len(found) for name, found in computation.uses.items()}
+        last = {name: index for index, i in enumerate(computation.instructions) for name in i.operands}
+        for index, instruction in enumerate(computation.instructions):
+            value = self.value(computation, instruction, values, index, last)
+            values[instruction.name] = value
+            for operand in instruction.operands:
+                for cell in flat(values.get(operand, [])):
+                    cell.end = max(cell.end, index)
+            for cell in flat(value):
+                cell.buffer = replace(cell.buffer, loops=loops, carried=cell.buffer.carried or instruction.opcode == "while")
+                cell.end = max(cell.end, index)
+                everything[id(cell)] = cell
+        for cell in flat(values[computation.root.name]):
+            cell.outside = True
+        return list(everything.values())
+
+    def value(self, computation, instruction, values, index, last):
+        """Where the result of an instruction lies: a `Cell`, for a tuple a list."""
+        opcode, operands = instruction.opcode, [values.get(name) for name in instruction.operands]
+        fresh = self.fresh(instruction, index)
+        if opcode == "tuple":
+            return operands
+        if opcode == "get-tuple-element" and isinstance(operands[0], list):
+            return operands[0][int(instruction.attributes["index"])]
+        if opcode in NOTHING_NEW and operands:
+            return operands[0]
+        if opcode.endswith(("-done", "-update")) and isinstance(operands[0], list):
+            return operands[0] if opcode.endswith("-update") else operands[0][0 if opcode == "copy-done" else 1]
+        if opcode in ("parameter", "constant"):
+            for cell in flat(fresh):
+                cell.outside = True
+        if opcode == "copy-start":
+            fresh[1] = operands[0]
+        elif opcode.endswith("-start") and isinstance(fresh, list):
+            fresh[0] = operands[0] if len(operands) == 1 and not isinstance(fresh[0], list) else operands
+        return self.shared(computation, instruction, operands, fresh, index, last)
+
+    def fresh(self, instruction, index):
+        make = lambda buffer: [make(part) for part in buffer] if isinstance(buffer, list) else Cell(buffer, index)
+        return make(leaves(self.printed[instruction.name], instruction.name, instruction.op_name, instruction.opcode))
+
+    def shared(self, computation, instruction, operands, fresh, index, last):
+        """`fresh`, with those leaves replaced that lie where an operand lies."""
+        results = fresh if isinstance(fresh, list) else [fresh]
+        for number, operand in self.in_place(instruction).items():
+            if number < len(results) and operand < len(operands) and isinstance(operands[operand], Cell):
+                results[number] = operands[operand]
+        if instruction.opcode in ("fusion", "add", "multiply", "subtract", "convert", "select", "maximum", "copy"):
+            for number, result in enumerate(results):
+                dying = [cell for name, cell in zip(instruction.operands, operands) if isinstance(cell, Cell) and last[name] == index
+                         and cell.end < index and not cell.outside and self.elementwise(instruction, cell, result)]
+                if isinstance(result, Cell) and result.start == index and result.buffer.name == instruction.name and dying:
+                    cell = dying[0]
+                    cell.buffer = replace(result.buffer, bytes=max(result.buffer.bytes, cell.buffer.bytes))
+                    results[number], cell.end = cell, index
+        return results if isinstance(fresh, list) else results[0]
+
+    def elementwise(self, instruction, cell, result):
+        """Whether `result` may overwrite `cell`: as many bytes and dims, and no matrix product in between."""
+        if not isinstance(result, Cell) or cell.buffer.bytes != result.buffer.bytes or cell.buffer.dims != result.buffer.dims:
+            return False
+        inside = [self.module.computations[name] for names in instruction.called.values() for name in names]
+        return not any(i.opcode in ("dot", "convolution", "reduce", "gather", "transpose", "scatter", "custom-call") for c in inside
+                       for i in c.instructions)
+
+    def in_place(self, instruction):
+        """{result: operand} of what is written in place."""
+        written = re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.raw)
+        if written:
+            return {int(a or 0): int(b) for a, b in re.findall(r"\{(\d*)\}:\s*\((\d+)", written.group(1))}
+        if instruction.opcode in IN_PLACE:
+            return {0: 0}
+        if instruction.opcode != "fusion" or "calls" not in instruction.called:
+            return {}
+        inside = self.module.computations[instruction.called["calls"][0]]
+        roots = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
+        found = {number: self.updated(inside, name) for number, name in enumerate(roots)}
+        return {number: operand for number, operand in found.items() if operand is not None}
+
+    def updated(self, inside, name):
+        """The parameter number of a fusion that its dynamic-update-slice writes into, or None."""
+        step, updated = inside.named.get(name), False
+        while step is not None:
+            updated = updated or step.opcode in IN_PLACE
+            if step.opcode == "parameter":
+                return int(step.literal) if updated else None
+            if step.opcode not in (*IN_PLACE, "bitcast", "copy", "convert"):
+                return None
+            step = inside.named.get(step.operands[0])
+        return None
+
+    def fullest(self, computation, cells, loops):
+        """The `Peak` of one computation."""
+        starts, ends = {}, {}
+        for cell in cells:
+            if not cell.outside and cell.buffer.bytes:
+                starts.setdefault(cell.start, []).append(cell)
+                ends.setdefault(cell.end, []).append(cell)
+        alive, held, best = set(), 0, Peak(0, "", ())
+        for index, instruction in enumerate(computation.instructions):
+            alive.update(starts.get(index, ()))
+            held += sum(cell.buffer.bytes for cell in starts.get(index, ()))
+            inner = self.below(instruction, loops)
+            if held + inner.bytes > best.bytes:
+                best = Peak(held + inner.bytes, inner.at or instruction.name, (*(cell.buffer for cell in alive), *inner.buffers))
+            alive.difference_update(ends.get(index, ()))
+            held -= sum(cell.buffer.bytes for cell in ends.get(index, ()))
+        return replace(best, buffers=tuple(sorted(best.buffers, key=lambda buffer: -buffer.bytes)))
+
+    def below(self, instruction, loops):
+        """The fullest of what an instruction runs."""
+        if instruction.opcode not in RUNS:
+            return Peak(0, "", ())
+        inside = loops + (instruction.opcode == "while")
+        return max((self.peak(name, inside) for names in instruction.called.values() for name in names if name in self.module.computations),
+                   key=lambda found: found.bytes, default=Peak(0, "", ()))

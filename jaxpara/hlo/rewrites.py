@@ -1,0 +1,125 @@
+"""What compilers are known to make of a collective: the printed list that `--strict` lets pass. No JAX.
+
+On CPU under the manual lowering only a change of width is to be expected: everything else must be as predicted.
+"""
+from dataclasses import dataclass, replace
+
+from jaxpara.plan.lines import Line
+
+KNOWN = {
+    "widened": "travels in a wider type: XLA:CPU has no 16-bit collectives",
+    "narrowed": "travels in bfloat16: XLA:TPU at default precision rounds what only matrix units will read, and sums of what was bfloat16",
+    "all-reduce + slice": "a reduce-scatter that XLA writes as an all-reduce of which each device keeps its piece: twice the bytes on a wire",
+    "reduce-scatter as all-reduce": "XLA:TPU does so when the group spans the whole slice",
+    "all-gather as all-reduce": "XLA does so for small vectors: each device adds its piece to zeros",
+    "all-gather as permutes": "a gather in n-1 hops under its matmul (collective matmul)",
+    "reduce-scatter as permutes": "a scatter in n-1 hops under its matmul (collective matmul)",
+    "out of the loop": "done once, before or after the loop, instead of in each pass",
+    "padded": "a dim is filled up to whole tiles, at most 5 % more; permutes put the pieces back in place",
+    "scalars": "sums of single numbers are grouped otherwise",
+}
+"""Name: what happens and why."""
+
+PADDING = 1.05
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A compiled line that does what a predicted one should, in another way."""
+    name: str               # of KNOWN
+    predicted: Line | None  # with the calls it stands for; None for a permute that belongs to padding
+    compiled: Line | None   # with its own calls; None for a scalar that was merged away
+    calls: int              # predicted calls it stands for
+
+    @property
+    def text(self):
+        return f"{self.name}: {KNOWN[self.name]}"
+
+
+def rewrites(ours, theirs, run, platform):
+    """Take from both pools what known rewrites explain; [Rewrite]. Pools map lines to calls not matched yet."""
+    if platform == "cpu" and run.parallel.lowering == "manual":
+        return []
+    taken = []
+    for name, explains, ratio in RULES:
+        for line in ours.lines():
+            for other in theirs.lines():
+                if ours.left[line] and theirs.left[other] and explains(line, other):
+                    taken.append(take(name, ours, theirs, line, other, ratio(line)))
+    taken += out_of_the_loop(ours, theirs)
+    return [*taken, *realigned(theirs, taken), *scalars(ours, theirs)]
+
+
+def take(name, ours, theirs, line, other, ratio):
+    """One predicted call is `ratio` compiled ones."""
+    calls = min(ours.left[line], theirs.left[other] // ratio) or min(ours.left[line], 1)
+    spent = min(theirs.left[other], calls * ratio)
+    ours.left[line] -= calls
+    theirs.left[other] -= spent
+    return Rewrite(name, replace(line, calls=calls), replace(other, calls=spent), calls)
+
+
+def kinds(predicted, compiled):
+    """A rule: the same data over the same axes by another kind."""
+    return lambda line, other: ((line.kind, other.kind) == (predicted, compiled) and line.axes == other.axes
+                                and other.elements == line.elements)
+
+
+def hops(kind):
+    """A rule: n-1 permutes of a device's piece."""
+    return lambda line, other: ((line.kind, other.kind) == (kind, "permute") and line.axes == other.axes
+                                and other.elements * line.n == line.elements)
+
+
+def padded(line, other):
+    return (line.kind == other.kind and line.axes == other.axes and line.elements < other.elements <= PADDING * line.elements
+            and line.elements > line.n)
+
+
+RULES = (
+    ("reduce-scatter as all-reduce", kinds("reduce-scatter", "all-reduce"), lambda line: 1),
+    ("all-gather as all-reduce", kinds("all-gather", "all-reduce"), lambda line: 1),
+    ("all-gather as permutes", hops("all-gather"), lambda line: line.n - 1),
+    ("reduce-scatter as permutes", hops("reduce-scatter"), lambda line: line.n - 1),
+    ("padded", padded, lambda line: 1),
+)
+"""(name, whether a predicted and a compiled line fit, compiled calls per predicted call)."""
+
+
+def out_of_the_loop(ours, theirs):
+    """Predicted calls that lack although the line was compiled: done once for all passes. Only where its line stands in fewer loops."""
+    found = []
+    for line in ours.lines():
+        for other in theirs.left:
+            same = (line.kind, line.axes, line.elements, line.owner) == (other.kind, other.axes, other.elements, other.owner)
+            depth = {"step": 0, "micro-batch": 1, "layer": 2, "block": 2}.get(line.when, 0)
+            if same and ours.left[line] and other.calls < line.calls and len(other.when.split(" · ")) <= depth:
+                found.append(Rewrite("out of the loop", replace(line, calls=ours.left[line]), other, ours.left[line]))
+                ours.left[line] = 0
+    return found
+
+
+def realigned(theirs, taken):
+    """The permutes of a padded reduce-scatter: less than a piece, over the same axes, nobody's."""
+    pieces = {}
+    for one in taken:
+        if one.name == "padded":
+            pieces[one.compiled.axes] = max(pieces.get(one.compiled.axes, 0), one.compiled.elements // one.compiled.n)
+    found = []
+    for line in theirs.lines():
+        if line.kind == "permute" and not line.owner and line.elements <= pieces.get(line.axes, 0):
+            found.append(Rewrite("padded", None, replace(line, calls=theirs.left[line]), 0))
+            theirs.left[line] = 0
+    return found
+
+
+def scalars(ours, theirs):
+    """Sums of one number, on either side."""
+    found = []
+    for pool in (ours, theirs):
+        for line in pool.lines():
+            if line.kind == "all-reduce" and line.elements == 1:
+                one = replace(line, calls=pool.left[line])
+                found.append(Rewrite("scalars", one, None, one.calls) if pool is ours else Rewrite("scalars", None, one, 0))
+                pool.left[line] = 0
+    return found
