@@ -1,4 +1,4 @@
-"""The command `jaxpara`: train, plan, recipes, settings.
+"""The command `jaxpara`: train, plan, inspect, recipes, settings.
 
 Every setting is an option of its own dotted name, so those are taken out of the arguments before argparse sees the rest. JAX is
 imported only where devices are needed.
@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from jaxpara import checks
 from jaxpara.errors import ConfigError, TrainingStopped
@@ -14,10 +15,10 @@ from jaxpara.report import screen
 from jaxpara.rundir import occupied
 from jaxpara.settings import load
 
-OPTIONS = {"--run-dir", "--target"}
+OPTIONS = {"--run-dir", "--target", "--json", "--hlo"}
 """Options with a value that are not settings."""
 
-FLAGS = {"-h", "--help", "--version"}
+FLAGS = {"-h", "--help", "--version", "--strict"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +32,8 @@ def parser():
     top = Parser(prog="jaxpara", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                  description="Train GPT models in JAX over a mesh of devices, and know what they communicate.",
                  epilog="Settings have dotted names and go to any recipe: --mesh.tp 2 --train.steps 50 --optim.clip none\n"
-                        "(list: `jaxpara settings`). Exit status: 0 done, 1 stopped at a value that is not finite,\n"
-                        "2 settings that cannot be honoured, 130 interrupted.")
+                        "(list: `jaxpara settings`). Exit status: 0 done, 1 stopped at a value that is not finite, or\n"
+                        "inspect --strict found a difference, 2 settings that cannot be honoured, 130 interrupted.")
     top.add_argument("--version", action="version", version=f"jaxpara {version('jaxpara')}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = lambda name, words, usage: commands.add_parser(name, help=words, description=words, usage=usage, allow_abbrev=False)
@@ -40,9 +41,16 @@ def parser():
                    "jaxpara train [RECIPE] [--run-dir DIR] [--SETTING VALUE ...]")
     training.add_argument("--run-dir", metavar="DIR", help="default: runs/RECIPE-TIME under the current directory")
     planning = add("plan", "Say what a run holds and sends, and where every parameter lies; nothing is compiled.",
-                   "jaxpara plan [RECIPE] [--target cpu:N] [--SETTING VALUE ...]")
-    planning.add_argument("--target", metavar="cpu:N", help="devices to plan for; default: those of this machine, if an axis is auto")
-    for command in (training, planning):
+                   "jaxpara plan [RECIPE] [--target TARGET] [--SETTING VALUE ...]")
+    inspecting = add("inspect", "Compile a recipe's train step for a target and show what it communicates and holds, beside the prediction.",
+                     "jaxpara inspect [RECIPE] [--target TARGET] [--json FILE] [--hlo FILE] [--strict] [--SETTING VALUE ...]")
+    for command in (planning, inspecting):
+        command.add_argument("--target", metavar="TARGET", help="cpu:N, tpu:v5p:4x4x4 (a topology), gpu:h100:4x8 (nodes × devices); no such "
+                             "hardware is needed. Default: the devices of this machine")
+    inspecting.add_argument("--json", metavar="FILE", help="write the report there too")
+    inspecting.add_argument("--hlo", metavar="FILE", help="keep the text of the compiled program there")
+    inspecting.add_argument("--strict", action="store_true", help="exit with 1 if anything but a known rewrite differs from the prediction")
+    for command in (training, planning, inspecting):
         command.add_argument("recipe", nargs="?", default="gpt_tiny", metavar="RECIPE",
                              help="a shipped recipe, or the path of a recipe or of a run's config.json (default: gpt_tiny)")
     add("recipes", "List the shipped recipes.", "jaxpara recipes")
@@ -94,7 +102,7 @@ def placed(run, target):
 
 
 def perform(arguments):
-    """Run one command line; exceptions are `main`'s business."""
+    """Run one command line, return its exit status (None: 0); exceptions are `main`'s business."""
     rest, settings, wrong = split(arguments)
     options, console = parser().parse_args(rest), screen.console()
     if options.command in ("recipes", "settings"):
@@ -104,6 +112,8 @@ def perform(arguments):
         console.print(reference.recipe_table() if options.command == "recipes" else reference.setting_table())
         return
     run = checked(options, settings, wrong)
+    if options.command == "inspect":
+        return inspect(run, options, console)
     if options.command == "plan":
         from jaxpara.report.explain import explain
         screen.before(run, console)
@@ -113,14 +123,30 @@ def perform(arguments):
     train(run, options.run_dir, console)
 
 
+def inspect(run, options, console):
+    """Compile, show, write what was asked for; 1 if --strict objects."""
+    from jaxpara.report.inspect import show
+    from jaxpara.step import build
+    wrong = [f"--{name} {path}: there is no folder {Path(path).parent}." for name, path in (("json", options.json), ("hlo", options.hlo))
+             if path and not Path(path).parent.is_dir()]
+    if wrong:
+        raise ConfigError(*wrong)
+    report = build(run, options.target).inspect()
+    show(report, console)
+    for path, text in ((options.json, report.to_json), (options.hlo, lambda: report.text)):
+        if path:
+            Path(path).write_text(text(), encoding="utf-8")
+    return 1 if options.strict and not report.kept else 0
+
+
 def main(argv=None):
     """The command; returns its exit status. Nothing a user types makes a traceback."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")        # × and · on a terminal that has neither
     try:
-        perform(sys.argv[1:] if argv is None else argv)
+        status = perform(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
-        return 0
+        return status or 0
     except ConfigError as error:
         count = len(error.violations)
         print(f"jaxpara: {'this setting' if count == 1 else f'these {count} settings'} cannot be honoured:",

@@ -1,10 +1,12 @@
-"""Run -> Program: init, step, loss_and_grads, params, logits, lower.
+"""Run -> Program: init, step, loss_and_grads, params, logits, lower, inspect.
 
 Gradients come from the chosen lowering (`gradients.py`). The optimizer runs in the global view: plain `jit`, optax unmodified, on
 arrays placed by the optimizer specs, so that norms and clipping see whole logical arrays; going back to the storage specs is
 the parameter all-gather of ZeRO-1 and 2.
 """
+import time
 from collections.abc import Mapping
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +18,23 @@ from jaxpara import checks, gradients
 from jaxpara.batch import place_batch, slots, specs
 from jaxpara.config import resolve
 from jaxpara.data.order import inverse
+from jaxpara.errors import ConfigError
+from jaxpara.hlo import collectives
+from jaxpara.hlo.contract import compare
+from jaxpara.hlo.inspection import Report, memory_of
 from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import parameters
+from jaxpara.plan import traffic
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
-from jaxpara.targets import place
+from jaxpara.targets import compile_only, place, speed
 from jaxpara.zero import placements
 
 
 def build(run, target=None):
-    """`Program` of a `Run` (from `jaxpara.load`, or made by hand), for this process's devices or for a target ("cpu:8") to compile for.
+    """`Program` of a `Run` (from `jaxpara.load`, or made by hand), for this process's devices or for a target: "cpu:8", or to compile
+    for only "tpu:v5p:4x4x4" or "gpu:h100:4x8".
 
     Sets up fake CPU devices when no accelerator is present, and 64-bit mode when the run's precision asks for float64. Raises
     ConfigError with every violation before anything is compiled.
@@ -36,7 +44,7 @@ def build(run, target=None):
     check_random()
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)
-    return Program(run, mesh)
+    return Program(run, mesh, target)
 
 
 class Metrics(Mapping):
@@ -65,10 +73,13 @@ def square_sum(gradient, name):
 
 
 class Program:
-    """A training program for one run on one mesh. Nothing is compiled until it is first used, and then once."""
+    """A training program for one run on one mesh. Nothing is compiled until it is first used, and then once. With a target that is only
+    compiled for, `lower` and `inspect` work and whatever needs devices raises ConfigError."""
 
-    def __init__(self, run, mesh):
+    def __init__(self, run, mesh, target=None):
         self.run, self.mesh = run, check_axis_types(mesh)
+        self.target = target or f"{mesh.devices.flat[0].platform}:{mesh.size}"
+        self.runs = not compile_only(target)
         self.placements = placements(run)
         self.model = GPT({parameter.name: parameter for parameter in parameters(run.model)}, run.model)
         self.optimizer, self.schedule = optimizer(run), schedule(run)
@@ -85,6 +96,8 @@ class Program:
     def init(self, params=None):
         """`State` before step 1, drawn from train.seed: the same bits on every mesh. params: {dotted path: array} to start from instead,
         one entry per layer as `params()` gives them."""
+        if not self.runs:
+            raise ConfigError(f"{self.target} is only compiled for: there are no such devices here. lower() and inspect() work.")
         if params is None:
             return self._init()
         return self._adopt(from_single_device(params, self.placements))
@@ -132,6 +145,28 @@ class Program:
     def lower(self):
         """The train step lowered for abstract arguments; `.compile()` it to read HLO, memory and cost."""
         return self._step.lower(*self.abstract())
+
+    @cached_property
+    def compiled(self):
+        """(compiled train step, seconds that it took). Raises ConfigError when the compiler says that it does not fit."""
+        start = time.perf_counter()
+        try:
+            step = self.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).splitlines()[0].partition(": ")[2]
+            raise ConfigError(f"{self.run.name} does not fit on {self.target}, its compiler says: {reason}") from None
+        return step, time.perf_counter() - start
+
+    def inspect(self):
+        """`hlo.inspection.Report`: the train step compiled for the target, line by line against what the config predicts."""
+        step, seconds = self.compiled
+        run, text, platform = self.run, step.as_text(), self.mesh.devices.flat[0].platform
+        contract = compare(traffic(run), collectives(text), run, platform)
+        groups = {(line.axes, line.kind) for line in (*contract.predicted, *contract.compiled) if line.axes}
+        speeds = {} if self.runs else {key: speed(self.target, self.mesh, *key) for key in sorted(groups)}
+        return Report(run, self.target, contract, memory_of(step.memory_analysis(), self.target), speeds, seconds, text)
 
     def _train_step(self, state, batch):
         loss, tokens, grads = self._gradients(state.params, batch, state.step)

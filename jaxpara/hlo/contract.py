@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from jaxpara.hlo.lines import Found, found
-from jaxpara.hlo.rewrites import KNOWN, Rewrite, rewrites
+from jaxpara.hlo.rewrites import KNOWN, Pair, rewrites
 from jaxpara.plan.lines import Line, whole
 
 
@@ -41,8 +41,7 @@ class Pool:
 class Contract:
     predicted: list[Line]
     compiled: list[Line]
-    matched: list[tuple[Line, Line, int]]   # (predicted, compiled, calls that agree)
-    rewrites: list[Rewrite]
+    pairs: list[Pair]
     differences: list[Difference]
     found: list[Found]
 
@@ -57,6 +56,11 @@ class Contract:
         return whole(sum(one.bytes for one in self.differences))
 
     @property
+    def rewrites(self):
+        """{name of KNOWN: its pairs}."""
+        return {name: [pair for pair in self.pairs if name in pair.rewrites] for name in KNOWN if any(name in pair.rewrites for pair in self.pairs)}
+
+    @property
     def kept(self):
         """Whether `--strict` passes."""
         return not self.differences
@@ -65,13 +69,11 @@ class Contract:
 def compare(predicted, collectives, run, platform="cpu"):
     """`Contract` of predicted lines and the collectives of a compiled program. platform: cpu | tpu | gpu, for the rewrites to expect."""
     seen = list(found(collectives, run))
-    ours, theirs, matched = Pool.of(predicted), Pool.of([one.line for one in seen]), []
+    ours, theirs, pairs = Pool.of(predicted), Pool.of([one.line for one in seen]), []
     for same in (identity, without_dtype, without_names):
-        matched += match(ours, theirs, same)
-    rewritten = rewrites(ours, theirs, run, platform)
-    rewritten += [Rewrite(name, replace(line, calls=calls), replace(other, calls=calls), calls)
-                  for line, other, calls in matched for name in changed(line, other)]
-    return Contract(predicted, [one.line for one in seen], matched, rewritten, list(differences(ours, theirs, seen)), seen)
+        pairs += match(ours, theirs, same)
+    pairs += rewrites(ours, theirs, run, platform)
+    return Contract(predicted, [one.line for one in seen], pairs, list(differences(ours, theirs, seen)), seen)
 
 
 def identity(line):
@@ -87,8 +89,8 @@ def without_names(line):
 
 
 def match(ours, theirs, same):
-    """Take from both pools the calls of lines that are the `same`; [(predicted, compiled, calls)]."""
-    buckets, matched = defaultdict(list), []
+    """Take from both pools the calls of lines that are the `same`; [Pair]."""
+    buckets, pairs = defaultdict(list), []
     for line in theirs.lines():
         buckets[same(line)].append(line)
     for line in ours.lines():
@@ -97,8 +99,8 @@ def match(ours, theirs, same):
             if calls:
                 ours.left[line] -= calls
                 theirs.left[other] -= calls
-                matched.append((line, other, calls))
-    return matched
+                pairs.append(Pair(replace(line, calls=calls), replace(other, calls=calls), tuple(changed(line, other))))
+    return pairs
 
 
 def changed(predicted, compiled):

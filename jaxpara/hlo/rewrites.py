@@ -24,20 +24,15 @@ PADDING = 1.05
 
 
 @dataclass(frozen=True)
-class Rewrite:
-    """A compiled line that does what a predicted one should, in another way."""
-    name: str               # of KNOWN
-    predicted: Line | None  # with the calls it stands for; None for a permute that belongs to padding
-    compiled: Line | None   # with its own calls; None for a scalar that was merged away
-    calls: int              # predicted calls it stands for
-
-    @property
-    def text(self):
-        return f"{self.name}: {KNOWN[self.name]}"
+class Pair:
+    """A predicted line and the compiled one that does it, each with the calls that belong together."""
+    predicted: Line | None      # None: a permute that belongs to padding, a scalar
+    compiled: Line | None       # None: a scalar that was merged away
+    rewrites: tuple[str, ...] = ()      # of KNOWN: in what they differ
 
 
 def rewrites(ours, theirs, run, platform):
-    """Take from both pools what known rewrites explain; [Rewrite]. Pools map lines to calls not matched yet."""
+    """Take from both pools what known rewrites explain; [Pair]. Pools map lines to calls not matched yet."""
     if platform == "cpu" and run.parallel.lowering == "manual":
         return []
     taken = []
@@ -56,7 +51,7 @@ def take(name, ours, theirs, line, other, ratio):
     spent = min(theirs.left[other], calls * ratio)
     ours.left[line] -= calls
     theirs.left[other] -= spent
-    return Rewrite(name, replace(line, calls=calls), replace(other, calls=spent), calls)
+    return Pair(replace(line, calls=calls), replace(other, calls=spent), (name,))
 
 
 def kinds(predicted, compiled):
@@ -94,7 +89,7 @@ def out_of_the_loop(ours, theirs):
             same = (line.kind, line.axes, line.elements, line.owner) == (other.kind, other.axes, other.elements, other.owner)
             depth = {"step": 0, "micro-batch": 1, "layer": 2, "block": 2}.get(line.when, 0)
             if same and ours.left[line] and other.calls < line.calls and len(other.when.split(" · ")) <= depth:
-                found.append(Rewrite("out of the loop", replace(line, calls=ours.left[line]), other, ours.left[line]))
+                found.append(Pair(replace(line, calls=ours.left[line]), replace(other, calls=0), ("out of the loop",)))
                 ours.left[line] = 0
     return found
 
@@ -103,12 +98,12 @@ def realigned(theirs, taken):
     """The permutes of a padded reduce-scatter: less than a piece, over the same axes, nobody's."""
     pieces = {}
     for one in taken:
-        if one.name == "padded":
+        if "padded" in one.rewrites:
             pieces[one.compiled.axes] = max(pieces.get(one.compiled.axes, 0), one.compiled.elements // one.compiled.n)
     found = []
     for line in theirs.lines():
         if line.kind == "permute" and not line.owner and line.elements <= pieces.get(line.axes, 0):
-            found.append(Rewrite("padded", None, replace(line, calls=theirs.left[line]), 0))
+            found.append(Pair(None, replace(line, calls=theirs.left[line]), ("padded",)))
             theirs.left[line] = 0
     return found
 
@@ -120,6 +115,6 @@ def scalars(ours, theirs):
         for line in pool.lines():
             if line.kind == "all-reduce" and line.elements == 1:
                 one = replace(line, calls=pool.left[line])
-                found.append(Rewrite("scalars", one, None, one.calls) if pool is ours else Rewrite("scalars", None, one, 0))
+                found.append(Pair(one, None, ("scalars",)) if pool is ours else Pair(None, one, ("scalars",)))
                 pool.left[line] = 0
     return found

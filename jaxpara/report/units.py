@@ -27,3 +27,11 @@ def span(seconds):
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def duration(seconds):
+    """A short time in the unit that suits it: "1.18 ms"."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:#.3g} {unit}"
+    return f"{seconds * 1e6:.2g} µs" if seconds else "0"

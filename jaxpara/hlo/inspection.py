@@ -1,0 +1,103 @@
+"""What `inspect` finds: the contract, the memory, the speed of the links, in one report. No JAX."""
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from jaxpara.config import Run
+from jaxpara.hlo.contract import Contract
+from jaxpara.plan.hardware import parse_target
+
+
+@dataclass(frozen=True)
+class Report:
+    """A compiled train step against its prediction. Bytes are per device, of wire per step."""
+    run: Run
+    target: str                     # "cpu:8", "tpu:v5p:4x4x4", …
+    contract: Contract
+    memory: dict                    # bytes: "argument", "output", "alias", "temp", "peak", "parts", "predicted", "usable" (None: unknown)
+    speeds: dict                    # {(axes, kind): bytes/s that a device sends}; empty on CPU
+    seconds: float                  # that compiling took
+    text: str                       # the compiled program
+
+    @property
+    def predicted(self):
+        """Contract lines (`plan.Line`) from the config."""
+        return self.contract.predicted
+
+    @property
+    def compiled(self):
+        """Contract lines of the compiled program."""
+        return self.contract.compiled
+
+    @property
+    def unexplained_bytes(self):
+        return self.contract.unexplained_bytes
+
+    @property
+    def missing(self):
+        return self.contract.missing
+
+    @property
+    def differences(self):
+        """All that `--strict` objects to."""
+        return self.contract.differences
+
+    @property
+    def kept(self):
+        """Whether nothing but known rewrites sets the program apart from its prediction."""
+        return self.contract.kept
+
+    @property
+    def fits(self):
+        """Whether the peak is within what a device of the target may use; None where that is not known."""
+        return None if self.memory["usable"] is None else self.memory["peak"] <= self.memory["usable"]
+
+    def time(self, line):
+        """Seconds that a line takes at the speed of the target's links, nothing overlapped; None on CPU."""
+        speed = self.speeds.get((line.axes, line.kind))
+        return line.wire / speed if speed else None
+
+    @cached_property
+    def totals(self):
+        """{(axes, class): (predicted, compiled wire bytes)}, class being gather | reduce | exchange."""
+        sums = defaultdict(lambda: [0, 0])
+        for place, lines in enumerate((self.predicted, self.compiled)):
+            for line in lines:
+                sums[line.axes, CLASSES[line.kind]][place] += line.wire
+        return {key: tuple(pair) for key, pair in sums.items()}
+
+    @cached_property
+    def overlap(self):
+        """{"synchronous", "asynchronous", "overlapped": wire bytes}: overlapped is the part of asynchronous with work between start and done."""
+        sums = dict.fromkeys(("synchronous", "asynchronous", "overlapped"), 0)
+        for one in self.contract.found:
+            for part in one.parts:
+                wire = part.wire * part.calls
+                sums["asynchronous" if part.is_async else "synchronous"] += wire
+                sums["overlapped"] += wire if part.overlapped else 0
+        return sums
+
+    def to_json(self):
+        """All of it but the program's text, as JSON."""
+        lines = lambda lines: [{**asdict(line), "wire": line.wire} for line in lines]
+        pairs = [{"predicted": pair.predicted and pair.predicted.owner, "kind": (pair.predicted or pair.compiled).kind,
+                  "axes": (pair.predicted or pair.compiled).axes, "rewrites": pair.rewrites} for pair in self.contract.pairs if pair.rewrites]
+        return json.dumps({
+            "recipe": self.run.name, "target": self.target, "mesh": self.run.mesh.sizes, "lowering": self.run.parallel.lowering,
+            "kept": self.kept, "unexplained_bytes": self.unexplained_bytes,
+            "predicted": lines(self.predicted), "compiled": lines(self.compiled), "missing": lines(self.missing),
+            "differences": [{"kind": one.kind, "text": one.text, "bytes": one.bytes} for one in self.differences], "rewrites": pairs,
+            "totals": [{"axes": axes, "class": name, "predicted": pair[0], "compiled": pair[1]} for (axes, name), pair in self.totals.items()],
+            "speeds": [{"axes": axes, "kind": kind, "bytes_per_s": speed} for (axes, kind), speed in self.speeds.items()],
+            "memory": {**self.memory, "fits": self.fits}, "overlap": self.overlap, "compile_seconds": self.seconds}, indent=1)
+
+
+CLASSES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange", "permute": "exchange"}
+
+
+def memory_of(stats, target):
+    """{"argument", "output", "alias", "temp", "peak", "usable"} in bytes from XLA's `memory_analysis()`. The peak is all that is not shared:
+    XLA's own figure can be below its temporaries on CPU."""
+    sizes = {part: getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "alias", "temp")}
+    return {**sizes, "peak": sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"], "usable": parse_target(target).usable}
