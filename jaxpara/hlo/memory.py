@@ -118,14 +118,13 @@ class Liveness:
     def cells(self, computation, loops):
         """Every `Cell` of a computation with its first and last use."""
         values, everything = {}, {}
-        users = {name: len(found) for name, found in computation.uses.items()}
         last = {name: index for index, i in enumerate(computation.instructions) for name in i.operands}
         for index, instruction in enumerate(computation.instructions):
             value = self.value(computation, instruction, values, index, last)
             values[instruction.name] = value
-            for operand in instruction.operands:
-                for cell in flat(values.get(operand, [])):
-                    cell.end = max(cell.end, index)
+            used = [value] if instruction.opcode == "get-tuple-element" else [values.get(name, []) for name in instruction.operands]
+            for cell in flat(used):
+                cell.end = max(cell.end, index)
             for cell in flat(value):
                 cell.buffer = replace(cell.buffer, loops=loops, carried=cell.buffer.carried or instruction.opcode == "while")
                 cell.end = max(cell.end, index)

@@ -16,11 +16,14 @@ KNOWN = {
     "reduce-scatter as permutes": "a scatter in n-1 hops under its matmul (collective matmul)",
     "out of the loop": "done once, before or after the loop, instead of in each pass",
     "padded": "a dim is filled up to whole tiles, at most 5 % more; permutes put the pieces back in place",
+    "concatenated": "several small arrays are laid end to end and sent as one",
     "scalars": "sums of single numbers are grouped otherwise",
 }
 """Name: what happens and why."""
 
 PADDING = 1.05
+SCALARS = 64
+"""Elements up to which an all-reduce is one of single numbers laid end to end."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def rewrites(ours, theirs, run, platform):
             for other in theirs.lines():
                 if ours.left[line] and theirs.left[other] and explains(line, other):
                     taken.append(take(name, ours, theirs, line, other, ratio(line)))
-    taken += out_of_the_loop(ours, theirs)
+    taken += out_of_the_loop(ours, theirs) + concatenated(ours, theirs)
     return [*taken, *realigned(theirs, taken), *scalars(ours, theirs)]
 
 
@@ -94,6 +97,30 @@ def out_of_the_loop(ours, theirs):
     return found
 
 
+def concatenated(ours, theirs):
+    """A compiled call of as many elements as several predicted ones, of one kind and over the same axes, have together."""
+    found = []
+    for other in theirs.lines():
+        parts = [line for line in ours.lines() if (line.kind, line.axes) == (other.kind, other.axes) and line.elements < other.elements
+                 and ours.left[line] == theirs.left[other]]
+        chosen = adding_up(parts, other.elements)
+        for line in chosen:
+            found.append(Pair(replace(line, calls=ours.left[line]), replace(other, elements=line.elements), ("concatenated",)))
+            ours.left[line] = 0
+        if chosen:
+            theirs.left[other] = 0
+    return found
+
+
+def adding_up(lines, elements):
+    """Those of `lines` that have `elements` together, or ()."""
+    sums = {0: ()}
+    for line in lines:
+        for sum_so_far, chosen in list(sums.items()):
+            sums.setdefault(sum_so_far + line.elements, (*chosen, line))
+    return sums.get(elements, ())
+
+
 def realigned(theirs, taken):
     """The permutes of a padded reduce-scatter: less than a piece, over the same axes, nobody's."""
     pieces = {}
@@ -113,7 +140,7 @@ def scalars(ours, theirs):
     found = []
     for pool in (ours, theirs):
         for line in pool.lines():
-            if line.kind == "all-reduce" and line.elements == 1:
+            if line.kind == "all-reduce" and line.elements <= (1 if pool is ours else SCALARS) and line.phase not in ("reduce", "backward"):
                 one = replace(line, calls=pool.left[line])
                 found.append(Pair(one, None, ("scalars",)) if pool is ours else Pair(None, one, ("scalars",)))
                 pool.left[line] = 0

@@ -32,7 +32,7 @@ def traffic_table(report):
     """Per group of axes what is sent, one row per purpose and kind: the compiled calls and where they stand, both sums of bytes."""
     timed = bool(report.speeds)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("sent per device and step", "left"), ("collective", "left"), ("calls", "right"), ("in each", "left"),
+    for heading, justify in (("each device sends", "left"), ("collective", "left"), ("calls", "right"), ("in each", "left"),
                              ("predicted", "right"), ("compiled", "right"), *[("at link speed", "right")] * timed):
         table.add_column(heading, justify=justify, header_style="bold")
     for axes, rows in grouped(report).items():
@@ -61,7 +61,7 @@ def grouped(report):
             row["predicted"] += predicted.wire
         if compiled:
             row["calls"] += compiled.calls
-            row["where"].add(compiled.when)
+            row["where"].add(compiled.when.rpartition(" · ")[2])
             row["compiled"] += compiled.wire
             row["lines"].append(compiled)
 
