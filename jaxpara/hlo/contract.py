@@ -122,7 +122,8 @@ def differences(ours, theirs, seen):
             missing.remove(partner)
         yield Difference(kind, text, line.wire, line)
     for line in missing:
-        kind = "less often" if any(without_names(line) == without_names(other) for other in theirs.left) else "missing"
+        again = any(without_names(line) == without_names(other) and line.owner == other.owner for other in theirs.left)
+        kind = "less often" if again else "missing"
         yield Difference(kind, f"{phrase(line)}: predicted, not compiled", 0, line)
 
 

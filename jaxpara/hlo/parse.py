@@ -189,7 +189,8 @@ def read(module, computation, instruction, place):
     disguise = ("async collective fusion" if len(chain) > 1 else "send + recv" if opcode == "send"
                 else "async-start wrapper" if place.wrapped or sugar else None)
     common = {"groups": found, "name": instruction.name, "computation": computation.name, "loops": place.loops, "trips": place.trips,
-              "calls": place.calls, "conditional": place.conditional, "uncertain": place.uncertain, "is_async": start or place.is_async or len(chain) > 1,
+              "calls": place.calls, "conditional": place.conditional, "uncertain": place.uncertain,
+              "is_async": start or place.is_async or len(chain) > 1,
               "overlapped": fused_between(module, place, chain) if len(chain) > 1 else
               overlapped(module, computation, instruction) if start else place.overlapped}
     sizes = operands(computation, instruction, kind, opcode, found)

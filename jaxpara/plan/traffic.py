@@ -85,12 +85,13 @@ def attention_line(run, n, what, kind, phase, elements, calls=1, dtype=None):
 
 
 def gathered_keys(run, keys):
-    """Keys and values, forward and backward, and their gradients. keys: elements of one device's K."""
+    """Keys and values, forward and backward, and their gradients. keys: elements of one device's K.
+
+    Where the forward pass is run again, its gathers are the backward pass's too: compilers keep one of each two.
+    """
     full, n = keys * run.mesh.sp, run.mesh.sp
     yield attention_line(run, n, "keys and values, forward", "all-gather", "forward", full, 2)
-    if attention_again(run):
-        yield attention_line(run, n, "keys and values, forward", "all-gather", "recompute", full, 2)
-    yield attention_line(run, n, "keys and values, backward", "all-gather", "backward", full, 2)
+    yield attention_line(run, n, "keys and values, backward", "all-gather", "recompute" if run.parallel.remat == "full" else "backward", full, 2)
     yield attention_line(run, n, "key and value gradients", "reduce-scatter", "backward", full, 2, wide(run))
 
 

@@ -72,7 +72,8 @@ def grouped(report):
             add(one.line, None, one.line)
         elif one.line is not None:
             add(one.line, one.line, None, f"not predicted: {one.line.owner or one.line.phase}")
-    return {axes: groups[axes] for axes in sorted(groups, key=lambda axes: -sum(row["compiled"] for row in groups[axes].values()))}
+    sent = lambda axes: sum(row["compiled"] for row in groups[axes].values())
+    return {axes: groups[axes] for axes in sorted(groups, key=sent, reverse=True)}
 
 
 KNOWN_ROWS = {"padded": "putting padded pieces in place", "scalars": "gradient norm"}
@@ -84,7 +85,8 @@ def overlap_line(report):
     sums = report.overlap
     whole = sums["synchronous"] + sums["asynchronous"] or 1
     share = lambda part: f"{100 * sums[part] / whole:.0f} %"
-    return Text(f"{share('asynchronous')} of the bytes travel asynchronously; {share('overlapped')} have work scheduled between their start and done.")
+    return Text(f"{share('asynchronous')} of the bytes travel asynchronously; "
+                f"{share('overlapped')} have work scheduled between their start and done.")
 
 
 def memory_lines(report):
@@ -113,7 +115,8 @@ def verdict(report):
     if report.kept:
         lines.append(Text("Contract kept: every collective was predicted, 0 unexplained bytes, none missing.", "bold green"))
     else:
-        lines.append(Text(f"Contract broken: {size(report.unexplained_bytes)} unexplained, {len(report.missing)} predicted lines missing.", "bold red"))
+        lines.append(Text(f"Contract broken: {size(report.unexplained_bytes)} unexplained, {len(report.missing)} predicted lines missing.",
+                          "bold red"))
     if report.run.parallel.lowering == "annotated":
         lines.append(Text("Predicted is what the manual lowering sends; under annotated XLA chooses, and these are its differences."))
     return Text("\n").join(lines)
