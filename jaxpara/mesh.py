@@ -1,7 +1,6 @@
 """Devices: fake CPU devices when no accelerator is present, and the named-axis mesh over them."""
 import os
 import re
-from glob import glob
 from importlib.util import find_spec
 
 import jax
@@ -31,7 +30,7 @@ def ensure_devices(needed):
     if re.search(r"[\u2010-\u2015\u2212]", flags):
         raise ConfigError(f"XLA_FLAGS = {flags!r} holds a typographic dash, so XLA ignores the flag or stops. Type two plain hyphens: --xla_…")
     if not started():
-        leave_absent_tpus_alone()
+        leave_absent_accelerators_alone()
         given = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
         jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, needed, int(given.group(1)) if given else 0,
                                                      jax.config.jax_num_cpu_devices))
@@ -44,28 +43,40 @@ def ensure_devices(needed):
         raise ConfigError(f"The mesh needs {needed} devices and JAX has {found} ({platform}). {remedy}")
 
 
-def leave_absent_tpus_alone():
-    """Keep JAX off TPUs that are not there: where libtpu is installed to compile only, JAX would look for one, loudly."""
-    from jax._src import hardware_utils     # what JAX itself asks before it starts a TPU
-    given = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")
-    if not given and find_spec("libtpu") and not hardware_utils.num_available_tpu_chips_and_device_id()[0] and not glob("/dev/nvidia[0-9]*"):
+def leave_absent_accelerators_alone():
+    """Keep JAX on the CPU where its TPU or GPU plugin is installed only to compile.
+
+    JAX starts on the CPU there anyway, but first loads libtpu and checks the CUDA libraries, and both complain at length on stderr; after
+    a failed check the plugin cannot compile either. Whatever the user chose stands, and so does JAX's own choice where it sees a device.
+    """
+    from jax._src import hardware_utils     # the question JAX itself asks; a TPU is known by its PCI numbers
+    chosen = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")
+    present = any(os.path.exists(f"/dev/{name}") for name in ("nvidia0", "nvidiactl", "dxg", "kfd"))
+    if not chosen and plugins() and not present and not hardware_utils.num_available_tpu_chips_and_device_id()[0]:
         jax.config.update("jax_platforms", "cpu")
 
 
+def plugins():
+    """The accelerators that JAX could compile for here: of "tpu", "gpu"."""
+    cuda = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+    return {name for name, there in (("tpu", find_spec("libtpu")), ("gpu", cuda)) if there}
+
+
 def stay_on_cpu():
-    """For a compile-only target: whatever JAX itself has to compute, it computes on the CPU. Of no effect once JAX has started."""
+    """For a compile-only target: what JAX itself has to compute, it computes on the CPU. Of no effect once JAX has started."""
     if not started():
         jax.config.update("jax_platforms", "cpu")
         ensure_devices(1)
 
 
 def lay_out(config, devices):
-    """`jax.sharding.Mesh` of all of a topology's devices, slow axes across nodes and tp innermost.
+    """`jax.sharding.Mesh` of all of a topology's devices, slow axes outermost and tp innermost.
 
-    TPU: laid over the torus so that each axis is a ring, or a plane or cube of rings (JAX's own choice, as in `jax.make_mesh`): a plain
-    reshape of the list makes XLA turn gathers into all-reduces. GPU: in the order of nodes and their devices.
+    config: `config.Mesh` of as many devices. TPU: as `jax.make_mesh` lays it on a TPU that is there, each axis over whole dims of the torus
+    where it can (`plan.links.spread`). GPU: in the order of nodes and their devices.
     """
     shape = tuple(config.sizes.values())
+    # In the order of the device list, Llama-3 8B on v5p 4×4×4 (fsdp16·tp4) got 96 more permutes (docs/targets.md)
     if devices[0].platform == "tpu":
         return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
     return Mesh(np.asarray(devices).reshape(shape), AXES)

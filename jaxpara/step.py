@@ -28,7 +28,7 @@ from jaxpara.optim import optimizer, schedule
 from jaxpara.params import parameters
 from jaxpara.plan import traffic
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
-from jaxpara.targets import compile_only, place, speed
+from jaxpara.targets import compile_only, place
 from jaxpara.zero import placements
 
 
@@ -78,7 +78,8 @@ class Program:
 
     def __init__(self, run, mesh, target=None):
         self.run, self.mesh = run, check_axis_types(mesh)
-        self.target = target or f"{mesh.devices.flat[0].platform}:{mesh.size}"
+        device = mesh.devices.flat[0]
+        self.target = target or (f"cpu:{mesh.size}" if device.platform == "cpu" else f"{mesh.size} × {device.device_kind}")
         self.runs = not compile_only(target)
         self.placements = placements(run)
         self.model = GPT({parameter.name: parameter for parameter in parameters(run.model)}, run.model)
@@ -93,17 +94,21 @@ class Program:
         self._loss_and_grads = jax.jit(self._gradients)
         self._logits = jax.jit(gradients.logits(run, mesh, self.placements, self.model))
 
+    def _must_run(self):
+        if not self.runs:
+            raise ConfigError(f"{self.target} is only compiled for: there are no such devices here. lower() and inspect() work.")
+
     def init(self, params=None):
         """`State` before step 1, drawn from train.seed: the same bits on every mesh. params: {dotted path: array} to start from instead,
         one entry per layer as `params()` gives them."""
-        if not self.runs:
-            raise ConfigError(f"{self.target} is only compiled for: there are no such devices here. lower() and inspect() work.")
+        self._must_run()
         if params is None:
             return self._init()
         return self._adopt(from_single_device(params, self.placements))
 
     def put(self, batch):
         """Check a global batch (dict of integer arrays [B, S]: tokens, targets, optional positions, segments) and place it on the mesh."""
+        self._must_run()
         return place_batch(batch, self.run, self.mesh)
 
     def step(self, state, batch):
@@ -164,9 +169,8 @@ class Program:
         step, seconds = self.compiled
         run, text, platform = self.run, step.as_text(), self.mesh.devices.flat[0].platform
         contract = compare(traffic(run), collectives(text), run, platform)
-        groups = {(line.axes, line.kind) for line in (*contract.predicted, *contract.compiled) if line.axes}
-        speeds = {} if self.runs else {key: speed(self.target, self.mesh, *key) for key in sorted(groups)}
-        return Report(run, self.target, contract, memory_of(step.memory_analysis(), self.target), speeds, seconds, text)
+        usable = None if not self.runs or platform == "cpu" else self.mesh.local_devices[0].memory_stats()["bytes_limit"]
+        return Report(run, self.target, contract, memory_of(step.memory_analysis(), self.target, usable), seconds, text)
 
     def _train_step(self, state, batch):
         loss, tokens, grads = self._gradients(state.params, batch, state.step)

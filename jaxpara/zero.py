@@ -94,9 +94,8 @@ def place(parameter, run):
 
 
 def largest_dim(labels, shape, base, ways, mesh, kv_slice):
-    """Index of the dim whose local piece, after tensor parallelism, is the largest that splits `ways` ways, or None. Never the layers, nor
-    KV heads that ranks slice."""
-    fits = [(size // split, -i) for i, (label, size, split) in enumerate(zip(labels, shape, shards(base, mesh)))
+    """Index of the largest dim whose local piece splits `ways` ways, or None. Never the layers, nor KV heads that ranks slice."""
+    fits = [(size, -i) for i, (label, size, split) in enumerate(zip(labels, shape, shards(base, mesh)))
             if label != "layers" and i != kv_slice and size // split % ways == 0]
     return -max(fits)[1] if fits else None
 

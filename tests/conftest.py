@@ -7,3 +7,4 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")       # plugins may be installed to compile only: JAX must not try them first

@@ -116,7 +116,7 @@ def test_what_holds_on_every_mesh(dp, fsdp, sp, tp, zero_dp, zero_fsdp, zero_sp,
         if placement.dim is not None and added:
             label = placement.parameter.labels[placement.dim]
             assert label != "layers" and not (label == "kv_heads" and kv_replicated(run))
-            assert pieces[placement.dim] == max(piece for _, piece in free if piece % ways == 0), "the largest that divides"
+            assert placement.shape[placement.dim] == max(size for size, piece in free if piece % ways == 0), "the largest that divides"
         if placement.dropped:
             worse = ways * getattr(run.mesh, placement.dropped[0])
             assert not any(piece % worse == 0 for _, piece in free), "dropped only where nothing divides"

@@ -1,4 +1,4 @@
-"""What `inspect` finds: the contract, the memory, the speed of the links, in one report. No JAX."""
+"""What `inspect` finds: the contract, the memory, the time on the links, in one report. No JAX."""
 import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -7,6 +7,7 @@ from functools import cached_property
 from jaxpara.config import Run
 from jaxpara.hlo.contract import Contract
 from jaxpara.plan.hardware import parse_target
+from jaxpara.plan.links import link_seconds
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,6 @@ class Report:
     target: str                     # "cpu:8", "tpu:v5p:4x4x4", …
     contract: Contract
     memory: dict                    # bytes: "argument", "output", "alias", "temp", "peak", "parts", "predicted", "usable" (None: unknown)
-    speeds: dict                    # {(axes, kind): bytes/s that a device sends}; empty on CPU
     seconds: float                  # that compiling took
     text: str                       # the compiled program
 
@@ -54,9 +54,15 @@ class Report:
         return None if self.memory["usable"] is None else self.memory["peak"] <= self.memory["usable"]
 
     def time(self, line):
-        """Seconds that a line takes at the speed of the target's links, nothing overlapped; None on CPU."""
-        speed = self.speeds.get((line.axes, line.kind))
-        return line.wire / speed if speed else None
+        """Seconds that a line takes on the target's links at their best, nothing overlapped (`plan.links.link_seconds`); None on CPU, or
+        where no axes explain the groups."""
+        known = line.axes and self.named
+        return link_seconds(self.target, self.run.mesh, line.axes, line.kind, line.wire, line.calls) if known else None
+
+    @property
+    def named(self):
+        """Whether the target is a name with a line in the hardware table, rather than what this process runs on."""
+        return self.target.partition(":")[0] in ("tpu", "gpu")
 
     @cached_property
     def totals(self):
@@ -80,7 +86,7 @@ class Report:
 
     def to_json(self):
         """All of it but the program's text, as JSON."""
-        lines = lambda lines: [{**asdict(line), "wire": line.wire} for line in lines]
+        lines = lambda lines: [{**asdict(line), "wire": line.wire, "seconds": self.time(line)} for line in lines]
         pairs = [{"predicted": pair.predicted and pair.predicted.owner, "kind": (pair.predicted or pair.compiled).kind,
                   "axes": (pair.predicted or pair.compiled).axes, "rewrites": pair.rewrites} for pair in self.contract.pairs if pair.rewrites]
         return json.dumps({
@@ -89,15 +95,16 @@ class Report:
             "predicted": lines(self.predicted), "compiled": lines(self.compiled), "missing": lines(self.missing),
             "differences": [{"kind": one.kind, "text": one.text, "bytes": one.bytes} for one in self.differences], "rewrites": pairs,
             "totals": [{"axes": axes, "class": name, "predicted": pair[0], "compiled": pair[1]} for (axes, name), pair in self.totals.items()],
-            "speeds": [{"axes": axes, "kind": kind, "bytes_per_s": speed} for (axes, kind), speed in self.speeds.items()],
             "memory": {**self.memory, "fits": self.fits}, "overlap": self.overlap, "compile_seconds": self.seconds}, indent=1)
 
 
 CLASSES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange", "permute": "exchange"}
 
 
-def memory_of(stats, target):
+def memory_of(stats, target, usable=None):
     """{"argument", "output", "alias", "temp", "peak", "usable"} in bytes from XLA's `memory_analysis()`. The peak is all that is not shared:
-    XLA's own figure can be below its temporaries on CPU."""
+    XLA's own figure can be below its temporaries on CPU. usable: of this process's devices; else the hardware table says."""
+    if usable is None and target.partition(":")[0] in ("tpu", "gpu"):
+        usable = parse_target(target).usable
     sizes = {part: getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "alias", "temp")}
-    return {**sizes, "peak": sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"], "usable": parse_target(target).usable}
+    return {**sizes, "peak": sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"], "usable": usable}

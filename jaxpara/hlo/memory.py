@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from jaxpara.config import BYTES
 from jaxpara.hlo.module import HloError, close, parse
 from jaxpara.hlo.module import split as parts_of
 from jaxpara.hlo.parse import BITS
@@ -108,6 +107,7 @@ def peak(text):
 class Liveness:
     def __init__(self, module, printed):
         self.module, self.printed, self.known = module, printed, {}
+        self.tiles = any(":T(" in shape for shape in printed.values())
 
     def peak(self, name, loops):
         if (name, loops) not in self.known:
@@ -118,9 +118,11 @@ class Liveness:
     def cells(self, computation, loops):
         """Every `Cell` of a computation with its first and last use."""
         values, everything = {}, {}
+        # XLA:CPU lets what a loop hands on grow where an operand lay; XLA:TPU, and any entry whose results lie in donated arguments, does not
+        leaving = self.leaving(computation) if self.tiles or computation.name == self.module.entry else ()
         last = {name: index for index, i in enumerate(computation.instructions) for name in i.operands}
         for index, instruction in enumerate(computation.instructions):
-            value = self.value(computation, instruction, values, index, last)
+            value = self.value(instruction, values, index, {} if instruction.name in leaving else last)
             values[instruction.name] = value
             used = [value] if instruction.opcode == "get-tuple-element" else [values.get(name, []) for name in instruction.operands]
             for cell in flat(used):
@@ -133,8 +135,19 @@ class Liveness:
             cell.outside = True
         return list(everything.values())
 
-    def value(self, computation, instruction, values, index, last):
-        """Where the result of an instruction lies: a `Cell`, for a tuple a list."""
+    def leaving(self, computation):
+        """Names of what makes the results of a computation: these lie where the caller put them, so never where an operand was."""
+        found, todo = set(), [computation.root.name]
+        while todo:
+            name = todo.pop()
+            instruction = computation.named.get(name)
+            if instruction is not None and name not in found:
+                found.add(name)
+                todo += instruction.operands if instruction.opcode in ("tuple", "bitcast", "get-tuple-element", "optimization-barrier") else ()
+        return found
+
+    def value(self, instruction, values, index, last):
+        """Where the result of an instruction lies: a `Cell`, for a tuple a list. last: {operand: its last use}, where it may be overwritten."""
         opcode, operands = instruction.opcode, [values.get(name) for name in instruction.operands]
         fresh = self.fresh(instruction, index)
         if opcode == "tuple":
@@ -152,13 +165,13 @@ class Liveness:
             fresh[1] = operands[0]
         elif opcode.endswith("-start") and isinstance(fresh, list):
             fresh[0] = operands[0] if len(operands) == 1 and not isinstance(fresh[0], list) else operands
-        return self.shared(computation, instruction, operands, fresh, index, last)
+        return self.shared(instruction, operands, fresh, index, last)
 
     def fresh(self, instruction, index):
         make = lambda buffer: [make(part) for part in buffer] if isinstance(buffer, list) else Cell(buffer, index)
         return make(leaves(self.printed[instruction.name], instruction.name, instruction.op_name, instruction.opcode))
 
-    def shared(self, computation, instruction, operands, fresh, index, last):
+    def shared(self, instruction, operands, fresh, index, last):
         """`fresh`, with those leaves replaced that lie where an operand lies."""
         results = fresh if isinstance(fresh, list) else [fresh]
         for number, operand in self.in_place(instruction).items():
@@ -166,7 +179,7 @@ class Liveness:
                 results[number] = operands[operand]
         if instruction.opcode in ("fusion", "add", "multiply", "subtract", "convert", "select", "maximum", "copy"):
             for number, result in enumerate(results):
-                dying = [cell for name, cell in zip(instruction.operands, operands) if isinstance(cell, Cell) and last[name] == index
+                dying = [cell for name, cell in zip(instruction.operands, operands) if isinstance(cell, Cell) and last.get(name) == index
                          and cell.end < index and not cell.outside and self.elementwise(instruction, cell, result)]
                 if isinstance(result, Cell) and result.start == index and result.buffer.name == instruction.name and dying:
                     cell = dying[0]
@@ -224,7 +237,7 @@ class Liveness:
                 best = Peak(held + inner.bytes, inner.at or instruction.name, (*(cell.buffer for cell in alive), *inner.buffers))
             alive.difference_update(ends.get(index, ()))
             held -= sum(cell.buffer.bytes for cell in ends.get(index, ()))
-        return replace(best, buffers=tuple(sorted(best.buffers, key=lambda buffer: -buffer.bytes)))
+        return replace(best, buffers=tuple(sorted(best.buffers, key=lambda buffer: (-buffer.bytes, buffer.name))))
 
     def below(self, instruction, loops):
         """The fullest of what an instruction runs."""
@@ -233,3 +246,108 @@ class Liveness:
         inside = loops + (instruction.opcode == "while")
         return max((self.peak(name, inside) for names in instruction.called.values() for name in names if name in self.module.computations),
                    key=lambda found: found.bytes, default=Peak(0, "", ()))
+
+
+
+KINDS = ("saved", "logits", "working", "weights", "gathered", "gradients", "update", "rest")
+"""Kinds of temporaries; all but the last two as in `plan.temporaries`."""
+
+PARAMETER = re.compile(r"^(state\.(params|master|optimizer)|batch)\b.*\['([\w.]+)'\]")
+
+
+def kinds(run):
+    """A function `Buffer` -> one of KINDS, from its shape and from the scopes in the name of what made it.
+
+    weights: copies in another dtype or layout; gradients: sums and single layers'; saved: kept of all layers for the backward pass; gathered: whole
+    weights of ZeRO-3; logits: of one chunk of the loss; update: of the optimizer; working: all else that is large.
+    """
+    whole, layer, vocab = set(), set(), set()
+    for name, placement in placements(run).items():
+        for spec in (placement.storage, placement.gradient, placement.optimizer, placement.base):
+            shape = local_shape(placement.shape, spec, run.mesh)
+            whole.add(core(shape))
+            layer |= {core(shape[1:])} if placement.parameter.stacked else set()
+            vocab |= {shape[0]} if spec == placement.base and name in ("embedding.tokens", "head.weight") else set()
+    gradient = SHORT[run.precision.gradient(run.train.microbatches)]
+
+    def kind(buffer):
+        name, dims = buffer.op_name, core(buffer.dims)
+        if "/optimizer/" in name:
+            return "update"
+        if "zero3.gather" in name or "update.gather" in name:
+            return "gathered"
+        if re.search(r"zero[123]\.scatter|zero0\.sum", name):
+            return "gradients"
+        if dims in whole | layer and len(dims) > 1:
+            # XLA sums gradients in loops into buffers that start as a broadcast zero
+            summed = "transpose(" in name or buffer.opcode == "broadcast" or not name and buffer.carried
+            return "gradients" if summed and buffer.dtype == gradient else "weights"
+        if buffer.carried and len(buffer.dims) > 2 and buffer.dims[0] == run.model.layers:
+            return "saved"
+        if vocab & set(buffer.dims):
+            return "logits"
+        return "working" if prod(buffer.dims) > 1024 else "rest"
+
+    return kind
+
+
+def core(dims):
+    """A shape whatever its order and its dims of 1."""
+    return tuple(sorted(dim for dim in dims if dim != 1))
+
+
+def split(text, stats, run):
+    """Bytes per device of a compiled step: {"argument", "output", "alias", "temp", "peak", "parts"}.
+
+    stats: `compiled.memory_analysis()`. On TPU temp is XLA's peak without the arguments, since its temp_size counts more than the heap ever
+    holds; elsewhere the peak is all that is not shared, since XLA's can be below its temporaries. parts: the arguments by part ("parameters",
+    "master", "optimizer", "scalars", "batch"), then what is alive at the fullest moment by kind (KINDS); "rest" holds what no buffer explains:
+    tiles, fragmentation, and less than nothing where XLA found room that `peak` did not.
+    """
+    sizes = {part: getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "alias", "temp")}
+    if ":T(" in text:
+        sizes["temp"] = stats.peak_memory_in_bytes - sizes["argument"]
+        sizes["peak"] = stats.peak_memory_in_bytes
+    else:
+        sizes["peak"] = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
+    parts, kind = {**entry_parts(parse(text)), **dict.fromkeys(KINDS, 0)}, kinds(run)
+    for buffer in peak(text).buffers:
+        parts[kind(buffer)] += buffer.bytes
+    parts["rest"] += sizes["argument"] + sizes["temp"] - sum(parts.values())
+    return {**sizes, "parts": parts}
+
+
+def entry_arguments(module):
+    """Yield (whose, name of the parameter or array or None, `Shape`) of the entry computation's arguments, by the names that JAX gives them."""
+    for instruction in module.computations[module.entry].parameters.values():
+        found = PARAMETER.match(instruction.op_name.replace("\\'", "'"))
+        whose, name = (found.group(2) or "batch", found.group(3)) if found else ("scalars", None)
+        yield from ((whose, name, shape) for shape in instruction.shapes)
+
+
+def entry_parts(module):
+    """{part: bytes} of the arguments, tiles left out."""
+    parts = dict.fromkeys(("parameters", "master", "optimizer", "scalars", "batch"), 0)
+    for whose, _, shape in entry_arguments(module):
+        parts["parameters" if whose == "params" else whose] += shape.elements * BITS[shape.dtype] // 8
+    return parts
+
+
+def replicated(module, run):
+    """[(argument, surplus bytes per device)]: what lies on a device in more elements than the ZeRO table plans, largest first.
+
+    module: HLO text of a compiled step, or a `Module`; both JAX versions, CPU and TPU. Arguments go by JAX's names: params.layers.mlp.up.
+    """
+    module, table, found = parse(module) if isinstance(module, str) else module, placements(run), []
+    rows = run.train.batch // run.mesh.batch
+    batch = {name: rows * run.train.seq // (run.mesh.sp if name in ("tokens", "targets") else 1)
+             for name in ("tokens", "targets", "positions", "segments")}
+    for whose, name, shape in entry_arguments(module):
+        planned = None
+        if name in table:
+            planned = table[name].elements(table[name].storage if whose == "params" else table[name].optimizer)
+        elif whose == "batch":
+            planned = batch.get(name, rows)
+        if planned is not None and shape.elements > planned:
+            found.append((f"{whose}.{name}", (shape.elements - planned) * BITS[shape.dtype] // 8))
+    return sorted(found, key=lambda one: -one[1])

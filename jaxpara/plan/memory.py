@@ -1,9 +1,26 @@
-"""Bytes per device that live through the whole step: parameters, gradients, master copy, optimizer. No JAX."""
+"""Bytes per device that a train step needs, from the config alone: its arguments, and what is alive at the fullest moment. No JAX.
+
+The step's memory is its arguments (the state, which is donated, so that its results lie where it lay, and the batch) and temporaries. Three
+moments compete for the most: the loss (saved activations and one chunk of logits), the backward pass of a layer (saved activations, the layer's
+working set, gathered weights, gradients) and the update. Every figure counts arrays that the program names; none is fitted.
+"""
+from functools import cache
+from importlib.metadata import version
+from itertools import permutations
+from math import prod
+
 from jaxpara.config import BYTES
+from jaxpara.rules import local_shape
 from jaxpara.zero import placements
 
 OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adamw": 2}
 """n_opt: optimizer tensors per parameter."""
+
+COUNTERS = {"sgd": 1, "momentum": 1, "adamw": 2}
+"""int32 scalars of the optax state: the schedule's step, and Adam's own."""
+
+ATTENTION_BLOCK, SMALLEST_BLOCK = 512, 64
+"""As in `jaxpara.kernels.local`, which needs JAX; a test compares them."""
 
 
 def model_state(run):
@@ -17,3 +34,206 @@ def model_state(run):
              "master": held("optimizer") * optimizer if precision.master else 0,
              "optimizer": held("optimizer") * optimizer * OPTIMIZER_TENSORS[run.optim.name]}
     return {**parts, "total": sum(parts.values())}
+
+
+def tiled(shape, width):
+    """Bytes of an array on TPU, elements of `width` bytes: its two most minor dims are filled up to whole tiles.
+
+    XLA chooses as minor the two dims that waste least. A tile is 128 elements wide and 8 high, or the next power of 2 where the dim is
+    smaller; 16-bit elements are packed in pairs of rows. A 1-dim array is filled up to a power of 2 between 128 words and 1024
+    elements, longer ones to a multiple of 1024; a scalar takes 512 bytes. (Seen on v5p: 40 shapes, exact.)
+    """
+    pack = max(4 // width, 1)
+    power = lambda size, low, high: min(high, max(low, 1 << (size - 1).bit_length()))
+    fill = lambda size, step: -(-size // step) * step
+    if len(shape) < 2:
+        size = prod(shape)
+        return fill(size, power(size, 128 * pack, 1024)) * width
+    filled = (prod(shape) // (minor * second) * fill(minor, 128) * fill(second, power(second, pack, 8)) for minor, second in permutations(shape, 2))
+    return width * min(filled)
+
+
+def argument_arrays(run):
+    """Yield (part, shape on one device, bytes per element) of every argument of the compiled step.
+
+    jit drops arguments that nothing reads: row numbers serve dropout only. Positions and documents are those of whole rows.
+    """
+    precision, optimizer = run.precision, BYTES[run.precision.optimizer]
+    for placement in placements(run).values():
+        shape = lambda spec: local_shape(placement.shape, spec, run.mesh)
+        yield "parameters", shape(placement.storage), BYTES[precision.params]
+        tensors = OPTIMIZER_TENSORS[run.optim.name]
+        yield from [("optimizer", shape(placement.optimizer), optimizer)] * tensors
+        yield from [("master", shape(placement.optimizer), optimizer)] * bool(precision.master)
+    yield from [("scalars", (), 4)] * (2 + COUNTERS[run.optim.name])        # beside the counters: step and stopped
+    m, seq = run.train.microbatches, run.train.seq
+    rows = run.train.batch // m // run.mesh.batch
+    yield from [("batch", (m, rows, seq // run.mesh.sp), 4)] * 2            # tokens, targets
+    yield from [("batch", (m, rows, seq), 4)] * 2                           # positions, documents
+    yield from [("batch", (m, rows), 4)] * bool(run.model.dropout)
+
+
+def arguments(run, platform="cpu"):
+    """Bytes per device of the step's arguments: {"parameters", "master", "optimizer", "scalars", "batch", "padding", "total"}.
+
+    The total is `compiled.memory_analysis().argument_size_in_bytes`. padding: what TPU tiles add (`tiled`), 0 elsewhere.
+    """
+    parts = dict.fromkeys(("parameters", "master", "optimizer", "scalars", "batch", "padding"), 0)
+    for part, shape, width in argument_arrays(run):
+        size = prod(shape) * width
+        parts[part] += size
+        parts["padding"] += tiled(shape, width) - size if platform == "tpu" else 0
+    return {**parts, "total": sum(parts.values())}
+
+
+@cache
+def cpu_widens():
+    """Whether the installed XLA:CPU widens 16-bit arithmetic to float32, and what loops carry with it: it did before jaxlib 0.12."""
+    return tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12)
+
+
+def compute_width(run, platform):
+    """Bytes per element of activations."""
+    return max(BYTES[run.precision.compute], 4 if platform == "cpu" and cpu_widens() else 0)
+
+
+class Sizes:
+    """Bytes per device of the tensors of one layer and one micro-batch.
+
+    border: [b, s, H] between blocks; inside: the same within a block, where tp ranks hold all tokens; query, keys, inner: [b, s, N_q·d],
+    [b, s, N_kv·d], [b, s, H_ffn] of this device's heads and columns. wide: times which a tensor in float32 or wider is larger.
+    """
+
+    def __init__(self, run, platform):
+        model, mesh, self.width = run.model, run.mesh, compute_width(run, platform)
+        self.wide = max(self.width, 4)
+        self.rows = run.train.batch // run.train.microbatches // mesh.batch
+        self.length = run.train.seq // mesh.sp
+        self.tokens = self.rows * self.length
+        self.inside = self.tokens * model.width * self.width
+        self.border = self.inside // (mesh.tp if run.parallel.tp_sequence else 1)
+        self.heads = model.heads // mesh.tp
+        self.query = self.tokens * self.heads * model.head_dim * self.width
+        self.keys = self.tokens * max(model.kv_heads // mesh.tp, 1) * model.head_dim * self.width
+        self.inner = self.tokens * model.ffn // mesh.tp * self.width
+        self.lse = self.tokens * self.heads * self.wide
+
+    def scores(self, run):
+        """One block of attention scores, wide: queries × keys of at most ATTENTION_BLOCK each; on a ring half a shard, on Ulysses' side of
+        its exchange longer sequences of fewer heads."""
+        kind, sp = run.parallel.sp_kind, run.mesh.sp
+        degree = {"ulysses": sp, "hybrid": run.parallel.sp_ulysses or 1}.get(kind, 1) if sp > 1 else 1
+        length = self.length * degree
+        ring = sp > 1 and kind in ("ring", "hybrid") and degree < sp
+        limit = max(min(ATTENTION_BLOCK, max(length // 2, 1)) if ring else ATTENTION_BLOCK, SMALLEST_BLOCK)
+        piece = lambda length: -(-length // -(-length // limit))
+        keys = length * sp if sp > 1 and kind == "allgather" else length
+        return self.rows * max(self.heads // degree, 1) * piece(length) * piece(keys) * self.wide
+
+
+def residuals(run, platform):
+    """{tensor: bytes} that autograd keeps of one layer when everything is kept (SPEC section 2, remat = none), gathered arrays apart.
+
+    Each norm: its input, wide, the normed value (its scale's gradient needs it) and its output. Attention: q, k, v, out for its own backward pass
+    and again for the output projection, the rows' log-normaliser. MLP: up, gate or GELU's parts, the activation's derivative (SwiGLU and
+    tanh-GELU keep 6 tensors of the inner width). Dropout: two masks of a byte.
+    """
+    size, model = Sizes(run, platform), run.model
+    wide = size.wide // size.width
+    kept = {"norm inputs": 2 * size.border * wide, "norm outputs": 4 * size.border, "query, key, value": size.query + 2 * size.keys,
+            "attention out": 2 * size.query, "log-normalisers": size.lse, "mlp inner": 6 * size.inner}
+    if model.qk_norm:
+        kept["head norms"] = (1 + wide) * (size.query + size.keys)
+    if model.dropout:
+        kept["dropout masks"] = 2 * size.border // size.width
+    return kept
+
+
+def saved(run, platform="cpu"):
+    """{tensor: bytes per device} kept of all layers until the backward pass, under the run's recompute policy (`jaxpara.context.Ctx.remat`)."""
+    size, parallel, layers = Sizes(run, platform), run.parallel, run.model.layers
+    inputs = size.border // (run.mesh.tp if parallel.zero_r and parallel.remat == "full" and not parallel.tp_sequence else 1)
+    kept = {"none": lambda: residuals(run, platform),
+            "full": lambda: {"layer inputs": inputs},
+            "selective": lambda: {"layer inputs": inputs, **selected(run, platform)}}[parallel.remat]()
+    return {name: layers * held for name, held in kept.items()}
+
+
+def selected(run, platform):
+    """{tensor: bytes} of one layer that selective recomputation keeps."""
+    size = Sizes(run, platform)
+    if run.parallel.remat_save == "attention":
+        return {"attention out": 2 * size.query, "log-normalisers": size.lse}
+    inner = 2 if run.model.style == "llama" else 1
+    return {"query, key, value": size.query + 2 * size.keys, "attention exit": size.border, "mlp inner": inner * size.inner}
+
+
+def working_set(run, platform):
+    """Bytes alive in the backward pass of one layer, beside what was saved.
+
+    Inside a block the recomputed inputs of both blocks and the gathered cotangents of both (4); at the border the layer's input, the
+    one between its blocks and their cotangents; of attention q, out and their cotangents; of the MLP the cotangents of both projections, and
+    gate, up or their product where they are recomputed. XLA:CPU does not fuse elementwise chains with matmuls: the MLP's tensors exist in
+    two layouts, and it delays weight gradients, so that they are still there with two blocks of attention scores. XLA:TPU has one or
+    the other.
+    """
+    size, parallel = Sizes(run, platform), run.parallel
+    recomputed = parallel.remat == "full" or parallel.remat == "selective" and parallel.remat_save == "attention"
+    scores, heads = 2 * size.scores(run), 4 * size.query
+    if platform == "tpu":
+        return max((4 if recomputed else 2) * size.inner, scores) + 4 * size.inside + 2 * size.border + heads
+    return (8 if recomputed else 4) * size.inner + scores + 4 * size.inside + 4 * size.border + heads
+
+
+def weights(run, platform):
+    """{part: bytes per device}: copies of weights, gathered ones, and gradients, while layers run backward.
+
+    copies: in compute dtype where parameters have another, and on CPU in any case (a loop must not carry a buffer that is donated). gathered: the
+    whole layer under ZeRO-3. gradients: in the gradient specs; with m > 1 twice (sum and summand), under ZeRO-3 with the largest of a layer
+    before it is scattered. On TPU an accumulation loop carries whole buffers for the gradients of embedding and head, and
+    the head's waits for its scatter.
+    """
+    precision, m, table = run.precision, run.train.microbatches, placements(run)
+    compute, gradient = compute_width(run, platform), BYTES[precision.gradient(m)]
+    stored = sum(p.elements(p.storage) for p in table.values())
+    layer = {name: p.elements(p.base) // run.model.layers for name, p in table.items() if p.parameter.stacked and p.axes(3)}
+    tables = [p.elements(p.base) for p in table.values() if not p.parameter.stacked and len(p.shape) > 1 and p.axes(3)]
+    copied = platform == "cpu" or precision.compute != precision.params
+    held = sum(p.elements(p.gradient) for p in table.values() if p.parameter.stacked or m > 1) * gradient * (2 if m > 1 else 1)
+    whole = max(layer.values(), default=0) * gradient
+    buffers = (sum(tables) + max(tables, default=0)) * max(gradient, 4) if platform == "tpu" and m > 1 else 0
+    return {"weights": stored * compute if copied else 0, "gathered": sum(layer.values()) * compute, "gradients": held + whole + buffers}
+
+
+def moments(run, platform="cpu"):
+    """{"loss" | "backward" | "update": {part: bytes per device}}: what is alive beside the arguments at the three moments that may be the fullest."""
+    size, table, precision, m = Sizes(run, platform), placements(run), run.precision, run.train.microbatches
+    kept = sum(saved(run, platform).values())
+    head = table["embedding.tokens" if run.model.tied else "head.weight"]
+    chunks = -(-size.tokens // run.parallel.loss_chunk)
+    logits = -(-size.tokens // chunks) * (head.elements(head.base) // run.model.width)
+    rest = weights(run, platform)
+    accumulated = sum(p.elements(p.gradient) for p in table.values()) * BYTES[precision.gradient(m)] * (m > 1)
+    gathered = head.elements(head.base) * size.width if head.axes(3) or rest["weights"] else 0
+    updated = sum(p.elements(p.optimizer) for p in table.values()) * max(BYTES[precision.optimizer], 4)
+    return {"loss": {"saved": kept, "logits": 2 * logits * size.wide, "working": 2 * size.inside + size.border, "weights": rest["weights"],
+                     "gathered": gathered, "gradients": head.elements(head.base) * size.wide + accumulated},
+            "backward": {"saved": kept, "logits": 0, "working": working_set(run, platform), **rest},
+            "update": {"saved": 0, "logits": 0, "working": 0, "weights": updated, "gathered": 0, "gradients": updated}}
+
+
+def temporaries(run, platform="cpu"):
+    """Bytes per device alive beside the arguments at the fullest moment: {"saved", "logits", "working", "weights", "gathered", "gradients", "total"}.
+
+    To be held against XLA's own peak: on CPU `temp_size_in_bytes`, on TPU `peak_memory_in_bytes` - `argument_size_in_bytes` (its temp_size counts
+    more than the heap ever holds).
+    """
+    fullest = max(moments(run, platform).values(), key=lambda parts: sum(parts.values()))
+    return {**fullest, "total": sum(fullest.values())}
+
+
+def peak(run, platform="cpu"):
+    """{"arguments", "temporaries", "total", "moment"}: bytes per device, and when most is alive. The donated state becomes the new one in place."""
+    each = {moment: sum(parts.values()) for moment, parts in moments(run, platform).items()}
+    moment, before = max(each, key=each.get), arguments(run, platform)["total"]
+    return {"arguments": before, "temporaries": each[moment], "total": before + each[moment], "moment": moment}

@@ -30,7 +30,7 @@ def show(report, console):
 
 def traffic_table(report):
     """Per group of axes what is sent, one row per purpose and kind: the compiled calls and where they stand, both sums of bytes."""
-    timed = bool(report.speeds)
+    timed = report.named
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading, justify in (("each device sends", "left"), ("collective", "left"), ("calls", "right"), ("in each", "left"),
                              ("predicted", "right"), ("compiled", "right"), *[("at link speed", "right")] * timed):

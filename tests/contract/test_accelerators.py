@@ -1,0 +1,74 @@
+"""The contract on TPU pods and GPU clusters that nobody here owns: compiled only, differences but for known rewrites are none."""
+from importlib.util import find_spec
+
+import pytest
+
+import jaxpara
+from equivalence.hard import make_run
+from jaxpara import ConfigError
+from jaxpara.hlo.inspection import CLASSES
+from jaxpara.report import screen
+from jaxpara.report.inspect import show
+
+needs_tpu = pytest.mark.skipif(find_spec("libtpu") is None, reason='needs libtpu: pip install "jaxpara[tpu]"')
+needs_gpu = pytest.mark.skipif(not find_spec("jax_plugins") or not find_spec("jax_plugins.xla_cuda13"),
+                               reason='needs the CUDA plugin, 4 GB: pip install "jaxpara[gpu]"')
+LARGE = {"model.width": 512, "model.ffn": 1024, "model.head_dim": 64, "train.seq": 512}
+MESHES = {"fsdp4 tp2 megatron": {"mesh.fsdp": 4, "mesh.tp": 2, "parallel.tp_sequence": True},
+          "dp2 fsdp2 tp2 zdp1 m3": {"mesh.dp": 2, "mesh.fsdp": 2, "mesh.tp": 2, "parallel.zero.dp": 1, "train.microbatches": 3},
+          "fsdp2 sp4 ring": {"mesh.fsdp": 2, "mesh.sp": 4},
+          "dp2 sp4 ulysses zdp2": {"mesh.dp": 2, "mesh.sp": 4, "parallel.sp_kind": "ulysses", "parallel.zero.dp": 2},
+          "fsdp8 remat": {"mesh.fsdp": 8, "parallel.remat": "full"}}
+
+
+def agrees(report, capsys, allowed=0.02):
+    """The table is printed; per axes and class the bytes are within 2 % of the prediction, or a rewrite names the difference."""
+    with capsys.disabled():
+        print()
+        show(report, screen.console())
+    assert report.kept, [one.text for one in report.differences]
+    changed = {((pair.predicted or pair.compiled).axes, CLASSES[one.kind]) for pair in report.contract.pairs if pair.rewrites
+               for one in (pair.predicted, pair.compiled) if one}
+    for key, (predicted, compiled) in report.totals.items():
+        assert abs(compiled - predicted) <= allowed * predicted or key in changed, (key, predicted, compiled)
+
+
+@needs_tpu
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_small_step_on_eight_chips(mesh, capsys):
+    agrees(jaxpara.build(make_run({**LARGE, **MESHES[mesh]}, "float32"), "tpu:v5e:2x4").inspect(), capsys)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_small_step_on_eight_gpus(mesh, capsys):
+    agrees(jaxpara.build(make_run({**LARGE, **MESHES[mesh]}, "float32"), "gpu:h100:1x8").inspect(), capsys)
+
+
+def large(recipe, target, capsys, memory=0.1):
+    report = jaxpara.build(jaxpara.load(recipe), target).inspect()
+    agrees(report, capsys)
+    assert report.seconds < 240 and report.fits
+    return report
+
+
+@needs_tpu
+def test_llama3_8b_on_64_chips(capsys):
+    large("llama3_8b", "tpu:v5p:4x4x4", capsys)
+
+
+@needs_tpu
+@pytest.mark.slow
+def test_llama3_70b_on_512_chips(capsys):
+    large("llama3_70b", "tpu:v5p:8x8x8", capsys)
+
+
+@needs_gpu
+def test_llama3_70b_on_128_gpus(capsys):
+    large("llama3_70b", "gpu:h100:16x8", capsys)
+
+
+@needs_tpu
+def test_a_program_that_does_not_fit_is_refused_with_the_compilers_words():
+    with pytest.raises(ConfigError, match=r"llama3_8b does not fit on tpu:v5e:2x2, its compiler says: .*15\.75G"):
+        jaxpara.build(jaxpara.load("llama3_8b", {"train.batch": 8}), "tpu:v5e:2x2").inspect()
