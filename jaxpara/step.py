@@ -19,14 +19,11 @@ from jaxpara.batch import place_batch, slots, specs
 from jaxpara.config import resolve
 from jaxpara.data.order import inverse
 from jaxpara.errors import ConfigError
-from jaxpara.hlo import collectives
-from jaxpara.hlo.contract import compare
-from jaxpara.hlo.inspection import Report, memory_of
+from jaxpara.hlo.inspection import inspection
 from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import parameters
-from jaxpara.plan import traffic
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
 from jaxpara.targets import compile_only, place
 from jaxpara.zero import placements
@@ -167,10 +164,9 @@ class Program:
     def inspect(self):
         """`hlo.inspection.Report`: the train step compiled for the target, line by line against what the config predicts."""
         step, seconds = self.compiled
-        run, text, platform = self.run, step.as_text(), self.mesh.devices.flat[0].platform
-        contract = compare(traffic(run), collectives(text), run, platform)
+        platform = self.mesh.devices.flat[0].platform
         usable = None if not self.runs or platform == "cpu" else self.mesh.local_devices[0].memory_stats()["bytes_limit"]
-        return Report(run, self.target, contract, memory_of(step.memory_analysis(), self.target, usable), seconds, text)
+        return inspection(self.run, self.target, platform, step.as_text(), step.memory_analysis(), seconds, usable)
 
     def _train_step(self, state, batch):
         loss, tokens, grads = self._gradients(state.params, batch, state.step)

@@ -5,9 +5,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from jaxpara.config import Run
-from jaxpara.hlo.contract import Contract
+from jaxpara.hlo.contract import Contract, Difference, compare
+from jaxpara.hlo.memory import replicated, split
+from jaxpara.hlo.module import parse
+from jaxpara.hlo.parse import collectives
 from jaxpara.plan.hardware import parse_target
 from jaxpara.plan.links import link_seconds
+from jaxpara.plan.memory import arguments, peak, temporaries
+from jaxpara.plan.traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,15 @@ class Report:
 CLASSES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange", "permute": "exchange"}
 
 
-def memory_of(stats, target, usable=None):
-    """{"argument", "output", "alias", "temp", "peak", "usable"} in bytes from XLA's `memory_analysis()`. The peak is all that is not shared:
-    XLA's own figure can be below its temporaries on CPU. usable: of this process's devices; else the hardware table says."""
+def inspection(run, target, platform, text, stats, seconds, usable=None):
+    """`Report` of a compiled step. platform: cpu | tpu | gpu; text: of the compiled program; stats: its `memory_analysis()`; seconds: that
+    compiling took; usable: bytes of this process's devices (for a named target the hardware table says)."""
     if usable is None and target.partition(":")[0] in ("tpu", "gpu"):
         usable = parse_target(target).usable
-    sizes = {part: getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "alias", "temp")}
-    return {**sizes, "peak": sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"], "usable": usable}
+    module = parse(text)
+    contract = compare(traffic(run), collectives(module), run, platform)
+    contract.differences.extend(
+        Difference("replicated", f"{name} lies on each device with {surplus:,} bytes more than its spec says", 0, None)
+        for name, surplus in replicated(module, run))
+    planned = {"arguments": arguments(run, platform), "temporaries": temporaries(run, platform), "peak": peak(run, platform)["total"]}
+    return Report(run, target, contract, {**split(text, stats, run), "predicted": planned, "usable": usable}, seconds, text)

@@ -77,9 +77,9 @@ def padded(line, other):
 RULES = (
     ("reduce-scatter as all-reduce", kinds("reduce-scatter", "all-reduce"), lambda line: 1),
     ("all-gather as all-reduce", kinds("all-gather", "all-reduce"), lambda line: 1),
+    ("padded", padded, lambda line: 1),
     ("all-gather as permutes", hops("all-gather"), lambda line: line.n - 1),
     ("reduce-scatter as permutes", hops("reduce-scatter"), lambda line: line.n - 1),
-    ("padded", padded, lambda line: 1),
 )
 """(name, whether a predicted and a compiled line fit, compiled calls per predicted call)."""
 

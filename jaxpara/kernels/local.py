@@ -144,6 +144,8 @@ def forward(query, key, value, query_at, key_at, window=None, limit=BLOCK):
     query_at, key_at: (positions, segments) int32 [b, s] and [b, t]. Returns (out [b,M,s,G,d], lse [b,M,s,G]), both wide;
     rows that see no key have out 0 and lse -inf.
     """
+    # else autodiff of a scan over layers finds that masks depend on positions alone, and keeps those of all block pairs at once
+    query, query_at, key_at = lax.optimization_barrier((query, query_at, key_at))
     n_query, n_key = blocks(query.shape[2], limit), blocks(key.shape[2], limit)
     if n_query[0] == n_key[0] == 1:
         return _pair_forward(query, key, value, visible(query_at, key_at, window))

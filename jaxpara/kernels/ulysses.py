@@ -7,6 +7,7 @@ gradients are summed over the copies. The kernel inside sees longer sequences an
 Sends per device and direction (n-1)/n of its own q, k, v and out: 4(N_kv/N_q + 1)·δ·b·S·N_q·d/(N_sp·N_tp) in all.
 """
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.collectives import exchange
 from jaxpara.kernels import Kernel, local
@@ -33,7 +34,7 @@ def ulysses(axis, n, degree, kv_heads, inside):
     def forward(query, key, value, positions, segments):
         key, value = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (key, value))
         out, residuals = inside.forward(to_heads(query), to_heads(key), to_heads(value), positions, segments)
-        return to_sequence(out), residuals
+        return checkpoint_name(to_sequence(out), "attention"), residuals
 
     def backward(residuals, cotangent):
         dq, dk, dv = inside.backward(residuals, to_heads(cotangent))

@@ -134,14 +134,14 @@ class Sizes:
 def residuals(run, platform):
     """{tensor: bytes} that autograd keeps of one layer when everything is kept (SPEC section 2, remat = none), gathered arrays apart.
 
-    Each norm: its input, wide, the normed value (its scale's gradient needs it) and its output. Attention: q, k, v, out for its own backward pass
-    and again for the output projection, the rows' log-normaliser. MLP: up, gate or GELU's parts, the activation's derivative (SwiGLU and
+    Each norm: its input, wide, the normed value (its scale's gradient needs it) and its output. Attention: q, k, v, out, the rows'
+    log-normaliser. MLP: up, gate or GELU's parts, the activation's derivative (SwiGLU and
     tanh-GELU keep 6 tensors of the inner width). Dropout: two masks of a byte.
     """
     size, model = Sizes(run, platform), run.model
     wide = size.wide // size.width
     kept = {"norm inputs": 2 * size.border * wide, "norm outputs": 4 * size.border, "query, key, value": size.query + 2 * size.keys,
-            "attention out": 2 * size.query, "log-normalisers": size.lse, "mlp inner": 6 * size.inner}
+            "attention out": outputs(run) * size.query, "log-normalisers": size.lse, "mlp inner": 6 * size.inner}
     if model.qk_norm:
         kept["head norms"] = (1 + wide) * (size.query + size.keys)
     if model.dropout:
@@ -159,11 +159,16 @@ def saved(run, platform="cpu"):
     return {name: layers * held for name, held in kept.items()}
 
 
+def outputs(run):
+    """Layouts in which attention's result is kept: by heads for its own backward pass and, where Ulysses exchanges it, by tokens."""
+    return 2 if run.mesh.sp > 1 and run.parallel.sp_kind in ("ulysses", "hybrid") else 1
+
+
 def selected(run, platform):
     """{tensor: bytes} of one layer that selective recomputation keeps."""
     size = Sizes(run, platform)
     if run.parallel.remat_save == "attention":
-        return {"attention out": 2 * size.query, "log-normalisers": size.lse}
+        return {"attention out": outputs(run) * size.query, "log-normalisers": size.lse}
     inner = 2 if run.model.style == "llama" else 1
     return {"query, key, value": size.query + 2 * size.keys, "attention exit": size.border, "mlp inner": inner * size.inner}
 
@@ -175,13 +180,14 @@ def working_set(run, platform):
     one between its blocks and their cotangents; of attention q, out and their cotangents; of the MLP the cotangents of both projections, and
     gate, up or their product where they are recomputed. XLA:CPU does not fuse elementwise chains with matmuls: the MLP's tensors exist in
     two layouts, and it delays weight gradients, so that they are still there with two blocks of attention scores. XLA:TPU has one or
-    the other.
+    the other. XLA:GPU adds the input gradients of gate and up after both are there: two more of the whole sequence.
     """
     size, parallel = Sizes(run, platform), run.parallel
     recomputed = parallel.remat == "full" or parallel.remat == "selective" and parallel.remat_save == "attention"
     scores, heads = 2 * size.scores(run), 4 * size.query
-    if platform == "tpu":
-        return max((4 if recomputed else 2) * size.inner, scores) + 4 * size.inside + 2 * size.border + heads
+    if platform in ("tpu", "gpu"):
+        apart = 2 if platform == "gpu" and run.model.style == "llama" else 0
+        return max((4 if recomputed else 2) * size.inner, scores) + (4 + apart) * size.inside + 2 * size.border + heads
     return (8 if recomputed else 4) * size.inner + scores + 4 * size.inside + 4 * size.border + heads
 
 
@@ -191,7 +197,7 @@ def weights(run, platform):
     copies: in compute dtype where parameters have another, and on CPU in any case (a loop must not carry a buffer that is donated). gathered: the
     whole layer under ZeRO-3. gradients: in the gradient specs; with m > 1 twice (sum and summand), under ZeRO-3 with the largest of a layer
     before it is scattered. On TPU an accumulation loop carries whole buffers for the gradients of embedding and head, and
-    the head's waits for its scatter.
+    the head's waits for its scatter; XLA:GPU has both buffers ready in any case.
     """
     precision, m, table = run.precision, run.train.microbatches, placements(run)
     compute, gradient = compute_width(run, platform), BYTES[precision.gradient(m)]
@@ -201,7 +207,8 @@ def weights(run, platform):
     copied = platform == "cpu" or precision.compute != precision.params
     held = sum(p.elements(p.gradient) for p in table.values() if p.parameter.stacked or m > 1) * gradient * (2 if m > 1 else 1)
     whole = max(layer.values(), default=0) * gradient
-    buffers = (sum(tables) + max(tables, default=0)) * max(gradient, 4) if platform == "tpu" and m > 1 else 0
+    count = sum(tables) if platform == "gpu" else sum(tables) + max(tables, default=0) if platform == "tpu" and m > 1 else 0
+    buffers = count * max(gradient, 4)
     return {"weights": stored * compute if copied else 0, "gathered": sum(layer.values()) * compute, "gradients": held + whole + buffers}
 
 

@@ -5,8 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpara.hlo.rewrites import KNOWN
+from jaxpara.report.screen import WIDE
 from jaxpara.report.units import duration, size, span
 
+SHORT = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A", "permute": "permute"}
 SHOWN = 20
 """Differences listed one by one."""
 
@@ -19,21 +21,23 @@ def show(report, console):
     for note in run.notes:
         console.print(Text(f"note: {note}", "yellow"))
     console.print()
-    console.print(traffic_table(report) if report.predicted or report.compiled else Text("One device: nothing is sent."))
+    console.print(traffic_table(report, console.width) if report.predicted or report.compiled else Text("One device: nothing is sent."))
     console.print()
     if report.compiled:
         console.print(overlap_line(report))
-    console.print(memory_lines(report))
+        console.print()
+    console.print(memory_table(report))
+    console.print(fit_line(report))
     console.print()
     console.print(verdict(report))
 
 
-def traffic_table(report):
+def traffic_table(report, columns):
     """Per group of axes what is sent, one row per purpose and kind: the compiled calls and where they stand, both sums of bytes."""
-    timed = report.named
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("each device sends", "left"), ("collective", "left"), ("calls", "right"), ("in each", "left"),
-                             ("predicted", "right"), ("compiled", "right"), *[("at link speed", "right")] * timed):
+    timed, narrow = report.named, columns < WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
+    for heading, justify in (("each device sends", "left"), ("as" if narrow else "collective", "left"), ("calls", "right"), ("in each", "left"),
+                             ("predicted", "right"), ("compiled", "right"), *[("on links" if narrow else "at link speed", "right")] * timed):
         table.add_column(heading, justify=justify, header_style="bold")
     for axes, rows in grouped(report).items():
         n = max((line.n for row in rows.values() for line in row["lines"]), default=1)
@@ -44,9 +48,12 @@ def traffic_table(report):
         for (what, kind), row in rows.items():
             differs = row["predicted"] != row["compiled"]
             spent = sum(report.time(line) or 0 for line in row["lines"])
-            table.add_row(f"  {what}", kind, f"{row['calls']:,}", ", ".join(sorted(row["where"])), size(row["predicted"]), size(row["compiled"]),
+            table.add_row(f" {what}", SHORT[kind] if narrow else kind, f"{row['calls']:,}", ", ".join(sorted(row["where"])), size(row["predicted"]), size(row["compiled"]),
                           *[duration(spent)] * timed, style="yellow" if differs else "")
-    table.caption, table.caption_justify = ("Ring algorithms, nothing overlapped." if timed else "Ring algorithms."), "left"
+    words = "Ring algorithms, links at their best, nothing overlapped." if timed else "Ring algorithms."
+    if narrow:
+        words += " AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all."
+    table.caption, table.caption_justify = words, "left"
     return table
 
 
@@ -89,15 +96,38 @@ def overlap_line(report):
                 f"{share('overlapped')} have work scheduled between their start and done.")
 
 
-def memory_lines(report):
-    """Bytes per device: planned and compiled, and whether they fit."""
+ARGUMENTS = {"parameters": "parameters", "master": "master copy", "optimizer": "optimizer", "batch": "batch", "scalars": "scalars", "padding": "tiles"}
+KINDS = {"saved": "saved activations", "working": "working set", "gathered": "gathered weights", "weights": "copies of weights",
+         "gradients": "gradients", "logits": "logits", "update": "update", "rest": "rest"}
+
+
+def memory_table(report):
+    """Bytes per device at the fullest moment, predicted and compiled, by what they hold."""
+    memory, planned = report.memory, report.memory["predicted"]
+    parts, table = memory["parts"], Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("memory per device", "predicted", "compiled"):
+        table.add_column(heading, justify="left" if heading.startswith("memory") else "right", header_style="bold")
+
+    def rows(title, names, before, total, compiled):
+        table.add_row(title, size(total), size(compiled), style="cyan")
+        for key, words in names.items():
+            if before.get(key) or parts.get(key, 0) > 0.001 * memory["peak"]:
+                table.add_row(f"  {words}", size(before.get(key, 0)), size(parts[key]) if key in parts else "")
+
+    rows("arguments", ARGUMENTS, planned["arguments"], planned["arguments"]["total"], memory["argument"])
+    rows("temporaries", KINDS, planned["temporaries"], planned["temporaries"]["total"], memory["temp"])
+    table.add_row("peak", size(planned["peak"]), size(memory["peak"]), style="bold")
+    return table
+
+
+def fit_line(report):
+    """How good the prediction is, and whether the program fits."""
     memory = report.memory
-    line = Text.assemble(("memory per device", "bold"), f"  arguments {size(memory['argument'])}, temporaries {size(memory['temp'])}, "
-                         f"peak {size(memory['peak'])}")
+    line = Text(f"Peak predicted {100 * (memory['predicted']['peak'] / memory['peak'] - 1):+.1f} %.")
     if report.fits is not None:
         spare = memory["usable"] - memory["peak"]
-        words = f"fits, {size(spare)} to spare" if report.fits else f"does NOT fit, {size(-spare)} too much"
-        line.append(f"; {words} of {size(memory['usable'])} usable", "" if report.fits else "bold red")
+        words = f"Fits, {size(spare)} to spare" if report.fits else f"Does NOT fit, {size(-spare)} too much"
+        line.append(f" {words} of {size(memory['usable'])} usable.", "" if report.fits else "bold red")
     return line
 
 

@@ -33,5 +33,5 @@ def duration(seconds):
     """A short time in the unit that suits it: "1.18 ms"."""
     for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
-            return f"{seconds * factor:#.3g} {unit}"
+            return f"{seconds * factor:.0f} {unit}" if seconds * factor >= 99.95 else f"{seconds * factor:#.3g} {unit}"
     return f"{seconds * 1e6:.2g} µs" if seconds else "0"

@@ -74,7 +74,7 @@ def test_every_remat_policy_saves_what_it_says_and_no_more():
 def test_the_tolerance_tells_settings_apart(settings):
     """Planted fault: another setting's prediction is outside it. (The policies' own differences are small at this size: see `saved`.)"""
     if settings == SELECTIVE:
-        assert sum(memory.saved(make_run(settings, "float32")).values()) > 3 * sum(memory.saved(compiled("full")[0]).values())
+        assert sum(memory.saved(make_run(settings, "float32")).values()) > 2 * sum(memory.saved(compiled("full")[0]).values())
     else:
         assert memory.temporaries(make_run(settings, "float32"))["total"] != pytest.approx(compiled("full")[2].temp_size_in_bytes, rel=TOLERANCE)
 
