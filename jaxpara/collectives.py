@@ -106,3 +106,20 @@ def shift(tree, axis, pairs, scope):
     """Point-to-point: every leaf travels along `pairs` of (source, destination) ranks of `axis`."""
     with jax.named_scope(scope):
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), tree)
+
+
+def recomputed(function):
+    """`function`, of which autodiff keeps the arguments only: the backward pass computes the rest again, whatever checkpoint policy is
+    around it."""
+    @jax.custom_vjp
+    def run(*arguments):
+        return function(*arguments)
+
+    def keep(*arguments):
+        return function(*arguments), arguments
+
+    def pull(arguments, cotangent):
+        return jax.vjp(function, *arguments)[1](cotangent)
+
+    run.defvjp(keep, pull)
+    return run

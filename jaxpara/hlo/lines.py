@@ -37,20 +37,23 @@ def found(collectives, run):
             continue
         axes = axes_of(one.groups, one.kind, sizes) or ()
         phase, owner = phase_of(one.op_name), owner_of(one.op_name)
-        key = one.kind, axes, dtype_of(one.dtype), one.elements, phase, owner, one.n, one.disguise, where(one.trips, run)
+        key = one.kind, axes, dtype_of(one.dtype), one.elements, phase, owner, one.n, one.disguise, where(one.trips, run, phase)
         lines.setdefault(key, []).append(one)
     for (kind, axes, dtype, elements, phase, owner, n, disguise, place), parts in lines.items():
         calls = sum(part.calls for part in parts)
         yield Found(Line(kind, axes, dtype, elements, calls, phase, owner, n, disguise or "", place), tuple(parts))
 
 
-def where(trips, run):
-    """In which loops, in words. trips: passes of each loop around, outermost first."""
+def where(trips, run, phase=""):
+    """In which loops, in words. trips: passes of each loop around, outermost first; the loss has chunks instead of layers."""
     rest, words = [trip for trip in trips if trip > 1], []
     if run.train.microbatches > 1 and rest[:1] == [run.train.microbatches]:
         words.append("micro-batch")
         rest = rest[1:]
-    if rest[:1] == [run.model.layers]:
+    if rest and phase == "loss":
+        words.append("chunk")
+        rest = rest[1:]
+    elif rest[:1] == [run.model.layers]:
         words.append("layer")
         rest = rest[1:]
     words += [f"loop of {trip}" for trip in rest]

@@ -4,7 +4,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpara.collectives import recomputed
 from jaxpara.model.declare import declare
+
+
+@recomputed
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+@recomputed
+def gelu(up):
+    return jax.nn.gelu(up, approximate=True)
 
 
 class MLP(nnx.Module):
@@ -21,9 +32,9 @@ class MLP(nnx.Module):
         project = lambda weight: checkpoint_name(jnp.einsum("bsh,hf->bsf", x, weight[...]), "matmul")
         inner = project(self.up)
         if self.gated:
-            inner = jax.nn.silu(project(self.gate)) * inner
+            inner = swiglu(project(self.gate), inner)
         else:
-            inner = jax.nn.gelu(inner + self.up_bias[...], approximate=True)
+            inner = gelu(inner + self.up_bias[...])
         return jnp.einsum("bsf,fh->bsh", inner, self.down[...])
 
     def bias(self, x):

@@ -1,8 +1,11 @@
 """LayerNorm and RMSNorm: statistics in float32 or wider, scaled in the compute dtype (so that no wider copy of a gathered scale is kept)."""
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpara.collectives import recomputed
 from jaxpara.model.declare import declare
 
 
@@ -17,11 +20,16 @@ class Norm(nnx.Module):
 
     def __call__(self, x):
         """x: [..., H]; returns the same shape and dtype."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if hasattr(self, "bias"):
-            wide -= wide.mean(-1, keepdims=True)
-        normed = rms(wide, self.eps).astype(x.dtype) * self.scale[...]
+        normed = recomputed(partial(scaled, centred=hasattr(self, "bias"), eps=self.eps))(x, self.scale[...])
         return normed + self.bias[...] if hasattr(self, "bias") else normed
+
+
+def scaled(x, scale, centred, eps):
+    """x normed over the last dim, its mean taken off first if `centred`, times `scale`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if centred:
+        wide -= wide.mean(-1, keepdims=True)
+    return rms(wide, eps).astype(x.dtype) * scale
 
 
 def rms(x, eps):

@@ -134,14 +134,14 @@ class Sizes:
 def residuals(run, platform):
     """{tensor: bytes} that autograd keeps of one layer when everything is kept (SPEC section 2, remat = none), gathered arrays apart.
 
-    Each norm: its input, wide, the normed value (its scale's gradient needs it) and its output. Attention: q, k, v, out, the rows'
-    log-normaliser. MLP: up, gate or GELU's parts, the activation's derivative (SwiGLU and
-    tanh-GELU keep 6 tensors of the inner width). Dropout: two masks of a byte.
+    Each norm: its input and output. Attention: q, k, v, out, the rows' log-normaliser. MLP: up, gate and their product; gpt2: up and the
+    activation. What is elementwise in norms and activations is computed again (`collectives.recomputed`). Dropout: two masks of a byte.
     """
     size, model = Sizes(run, platform), run.model
     wide = size.wide // size.width
-    kept = {"norm inputs": 2 * size.border * wide, "norm outputs": 4 * size.border, "query, key, value": size.query + 2 * size.keys,
-            "attention out": outputs(run) * size.query, "log-normalisers": size.lse, "mlp inner": 6 * size.inner}
+    inner = 3 if model.style == "llama" else 2
+    kept = {"norm inputs": 2 * size.border, "norm outputs": 2 * size.border, "query, key, value": size.query + 2 * size.keys,
+            "attention out": outputs(run) * size.query, "log-normalisers": size.lse, "mlp inner": inner * size.inner}
     if model.qk_norm:
         kept["head norms"] = (1 + wide) * (size.query + size.keys)
     if model.dropout:
@@ -180,36 +180,59 @@ def working_set(run, platform):
     one between its blocks and their cotangents; of attention q, out and their cotangents; of the MLP the cotangents of both projections, and
     gate, up or their product where they are recomputed. XLA:CPU does not fuse elementwise chains with matmuls: the MLP's tensors exist in
     two layouts, and it delays weight gradients, so that they are still there with two blocks of attention scores. XLA:TPU has one or
-    the other. XLA:GPU adds the input gradients of gate and up after both are there: two more of the whole sequence.
+    the other. XLA:GPU is done with the scores by then, but still has the wide sums of the recomputed attention, and the input cotangents of up and
+    gate beside their sum.
     """
     size, parallel = Sizes(run, platform), run.parallel
     recomputed = parallel.remat == "full" or parallel.remat == "selective" and parallel.remat_save == "attention"
-    scores, heads = 2 * size.scores(run), 4 * size.query
-    if platform in ("tpu", "gpu"):
-        apart = 2 if platform == "gpu" and run.model.style == "llama" else 0
-        return max((4 if recomputed else 2) * size.inner, scores) + (4 + apart) * size.inside + 2 * size.border + heads
-    return (8 if recomputed else 4) * size.inner + scores + 4 * size.inside + 4 * size.border + heads
+    scores, heads, inside = 2 * size.scores(run), 4 * size.query, 4 * size.inside
+    if platform == "tpu":
+        return max((4 if recomputed else 2) * size.inner, scores) + inside + 2 * size.border + heads
+    if platform == "gpu":
+        sums = 2 * size.query if recomputed else 0
+        return (4 if recomputed else 3) * size.inner + sums + inside + 2 * size.inside + 2 * size.border + heads
+    return (8 if recomputed else 4) * size.inner + scores + inside + 4 * size.border + heads
 
 
 def weights(run, platform):
     """{part: bytes per device}: copies of weights, gathered ones, and gradients, while layers run backward.
 
-    copies: in compute dtype where parameters have another, and on CPU in any case (a loop must not carry a buffer that is donated). gathered: the
-    whole layer under ZeRO-3. gradients: in the gradient specs; with m > 1 twice (sum and summand), under ZeRO-3 with the largest of a layer
-    before it is scattered. On TPU an accumulation loop carries whole buffers for the gradients of embedding and head, and
-    the head's waits for its scatter; XLA:GPU has both buffers ready in any case.
+    copies: in compute dtype where parameters have another; where not, XLA:CPU copies what a loop reads and the update replaces: all of it, or under
+    stages 1 and 2 this device's part. gathered: the whole layer under ZeRO-3. gradients: see `gradients`.
     """
-    precision, m, table = run.precision, run.train.microbatches, placements(run)
-    compute, gradient = compute_width(run, platform), BYTES[precision.gradient(m)]
-    stored = sum(p.elements(p.storage) for p in table.values())
-    layer = {name: p.elements(p.base) // run.model.layers for name, p in table.items() if p.parameter.stacked and p.axes(3)}
-    tables = [p.elements(p.base) for p in table.values() if not p.parameter.stacked and len(p.shape) > 1 and p.axes(3)]
-    copied = platform == "cpu" or precision.compute != precision.params
-    held = sum(p.elements(p.gradient) for p in table.values() if p.parameter.stacked or m > 1) * gradient * (2 if m > 1 else 1)
-    whole = max(layer.values(), default=0) * gradient
-    count = sum(tables) if platform == "gpu" else sum(tables) + max(tables, default=0) if platform == "tpu" and m > 1 else 0
-    buffers = count * max(gradient, 4)
-    return {"weights": stored * compute if copied else 0, "gathered": sum(layer.values()) * compute, "gradients": held + whole + buffers}
+    precision, table, compute = run.precision, placements(run), compute_width(run, platform)
+    copied = "storage" if precision.compute != precision.params else "optimizer" if platform == "cpu" else None
+    return {"weights": sum(p.elements(getattr(p, copied)) for p in table.values()) * compute if copied else 0,
+            "gathered": sum(layer_elements(run, table)) * compute, "gradients": gradients(run, table, platform)}
+
+
+def layer_elements(run, table):
+    """Elements of each parameter of one layer that ZeRO-3 gathers."""
+    return [p.elements(p.base) // run.model.layers for p in table.values() if p.parameter.stacked and p.axes(3)]
+
+
+def gradients(run, table, platform):
+    """Bytes of gradients while layers run backward: those of all layers and of the head as backward leaves them (sharded over the axes of
+    stage 3), with m > 1 the sums of all, in the gradient specs, and under ZeRO-3 whole ones of a layer before they are scattered.
+
+    XLA:TPU lets the layers' gradients lie in donated parameters that were copied and of which the update reads a part only (stages 1
+    and 2). In its accumulation loops it carries whole buffers for the gradients of embedding and head, and the head's waits for its scatter.
+    XLA:GPU has all whole gradients of a layer's matrices at one time, makes the embedding's zeros before they are needed, and scatters the
+    head's late.
+    """
+    precision, m = run.precision, run.train.microbatches
+    width, size = BYTES[precision.gradient(m)], max(BYTES[precision.gradient(m)], 4)
+    head = "embedding.tokens" if run.model.tied else "head.weight"
+    left = sum(p.elements(p.storage) for p in table.values() if p.parameter.stacked or p.name == head)
+    sums = sum(p.elements(p.gradient) for p in table.values()) if m > 1 else 0
+    layer = layer_elements(run, table)
+    tables = [p.elements(p.base) for p in table.values() if not p.parameter.stacked and len(p.shape) > 1]
+    if platform == "gpu":
+        return (left + sums + sum(layer)) * width + (sum(tables) - table[head].elements(table[head].storage)) * size
+    if platform == "tpu" and precision.compute != precision.params and width == BYTES[precision.params]:
+        left -= sum(p.elements(p.storage) for p in table.values() if p.parameter.stacked and p.axes(1, 2))
+    waiting = (sum(tables) + max(tables)) * size if platform == "tpu" and m > 1 and table[head].axes(3) else 0
+    return (left + sums + max(layer, default=0)) * width + waiting
 
 
 def moments(run, platform="cpu"):

@@ -48,7 +48,8 @@ def traffic_table(report, columns):
         for (what, kind), row in rows.items():
             differs = row["predicted"] != row["compiled"]
             spent = sum(report.time(line) or 0 for line in row["lines"])
-            table.add_row(f" {what}", SHORT[kind] if narrow else kind, f"{row['calls']:,}", ", ".join(sorted(row["where"])), size(row["predicted"]), size(row["compiled"]),
+            table.add_row(f" {what}", SHORT[kind] if narrow else kind, f"{row['calls']:,}", ", ".join(sorted(row["where"])),
+                          size(row["predicted"]), size(row["compiled"]),
                           *[duration(spent)] * timed, style="yellow" if differs else "")
     words = "Ring algorithms, links at their best, nothing overlapped." if timed else "Ring algorithms."
     if narrow:
@@ -96,7 +97,8 @@ def overlap_line(report):
                 f"{share('overlapped')} have work scheduled between their start and done.")
 
 
-ARGUMENTS = {"parameters": "parameters", "master": "master copy", "optimizer": "optimizer", "batch": "batch", "scalars": "scalars", "padding": "tiles"}
+ARGUMENTS = {"parameters": "parameters", "master": "master copy", "optimizer": "optimizer", "batch": "batch", "scalars": "scalars",
+             "padding": "tiles"}
 KINDS = {"saved": "saved activations", "working": "working set", "gathered": "gathered weights", "weights": "copies of weights",
          "gradients": "gradients", "logits": "logits", "update": "update", "rest": "rest"}
 

@@ -48,8 +48,9 @@ def test_a_small_step_on_eight_gpus(mesh, capsys):
 def large(recipe, target, capsys, memory=0.1):
     report = jaxpara.build(jaxpara.load(recipe), target).inspect()
     agrees(report, capsys)
+    assert report.memory["argument"] == report.memory["predicted"]["arguments"]["total"], "tile padding included"
+    assert abs(report.memory["predicted"]["peak"] / report.memory["peak"] - 1) < memory
     assert report.seconds < 240 and report.fits
-    return report
 
 
 @needs_tpu

@@ -115,3 +115,4 @@ def test_words():
     run = SimpleNamespace(train=SimpleNamespace(microbatches=3), model=SimpleNamespace(layers=5))
     assert [where(trips, run) for trips in ((), (3,), (3, 5), (5,), (3, 5, 7), (1, 3, 1, 5))] == [
         "step", "micro-batch", "micro-batch · layer", "layer", "micro-batch · layer · loop of 7", "micro-batch · layer"]
+    assert where((3, 5), run, "loss") == "micro-batch · chunk", "as many chunks of tokens as layers are no layers"

@@ -25,7 +25,7 @@ def inspected(overrides, dtype="float32"):
     return jaxpara.build(make_run(overrides, dtype)).inspect()
 
 
-def counted(lines, *without):
+def counted(lines):
     """{what a line says: calls}, lines that say the same added up."""
     sums = Counter()
     for line in lines:
@@ -34,6 +34,7 @@ def counted(lines, *without):
 
 
 def exact(report):
+    assert report.memory["argument"] == report.memory["predicted"]["arguments"]["total"]
     assert report.kept and report.unexplained_bytes == 0 and report.missing == [] and not report.contract.rewrites
     assert counted(report.predicted) == counted(report.compiled)
 
@@ -58,6 +59,7 @@ def test_recipes(name):
     report = jaxpara.build(run, f"cpu:{run.mesh.size}").inspect()
     assert report.kept and not report.missing and report.unexplained_bytes == 0
     assert set(report.contract.rewrites) <= {"widened"}
+    assert report.memory["argument"] == report.memory["predicted"]["arguments"]["total"]
 
 
 def test_float64():
@@ -163,6 +165,8 @@ def test_a_dropped_zero_1_constraint(broken):
     report = broken({"mesh.dp": 8, "parallel.zero.dp": 1}, state, "optimizer_shardings", whole)
     assert not report.kept
     assert any(one.kind == "unplanned" and one.line.kind == "all-gather" and one.line.axes == ("dp",) for one in report.differences)
+    whole = [one.text for one in report.differences if one.kind == "replicated"]
+    assert any(text.startswith("optimizer.layers.mlp.up lies on each device with") for text in whole) and len(whole) >= 12
 
 
 def test_a_reduction_that_moved_into_the_accumulation_loop(broken):

@@ -3,6 +3,7 @@
 The trace is of the manual lowering before XLA sees it, so what XLA is known to merge is still there twice; `test_inspect.py` compares with
 compiled programs.
 """
+import os
 from collections import defaultdict
 
 import pytest
@@ -44,7 +45,10 @@ def of(case, dtype="float32"):
     return make_run(settings(case)[0], dtype)
 
 
-@pytest.mark.parametrize("case", MANUAL)
+ROTATION = int(os.environ.get("ROTATION", 0)) % 3
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 3 != ROTATION)) for i, case in enumerate(MANUAL)])
 def test_matrix(case):
     run = of(case)
     assert dict(traced(jaxpara.build(run))) == planned(run)
