@@ -28,10 +28,10 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _widths, _precision) for message in rule(run)]
+    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
-        if auto and reason.endswith(f"mesh.{auto} = 1."):
+        if auto and (reason.endswith(f"mesh.{auto} = 1.") or name == "parallel.scatter_inner"):
             continue
         if name in typed:
             found.append(f"{name} = {text(value)} cannot take effect: {reason} Leave it out, or change what it depends on.")
@@ -87,8 +87,8 @@ def listed(values):
 def _numbers(run):
     """Yield (setting, violation) of every number out of its own range."""
     positive = ["model.layers", "model.width", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.window",
-                "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "train.batch", "train.seq", "train.microbatches",
-                "train.steps", "model.rope_theta", "model.norm_eps", "optim.eps", "optim.clip", "precision.loss_scale"]
+                "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "parallel.scatter_inner", "train.batch", "train.seq",
+                "train.microbatches", "train.steps", "model.rope_theta", "model.norm_eps", "optim.eps", "optim.clip", "precision.loss_scale"]
     positive += [f"mesh.{axis}" for axis in AXES]
     values = {name: value for name, _, value in settings_of(run)}
     for name in positive:
@@ -192,6 +192,16 @@ def _batch(run):
                f"Nearest: {nearest(batch, ways)}.")
 
 
+def _steps(run):
+    """Two-step reduce-scatters need equal groups."""
+    inner = run.parallel.scatter_inner
+    for axis in ("dp", "fsdp", "sp", "ep"):
+        size = getattr(run.mesh, axis)
+        if inner and getattr(run.parallel.zero, axis) and size > inner and (size % inner or inner == 1):
+            yield (f"parallel.scatter_inner = {inner} must be 2 or more and divide mesh.{axis} = {size}, over which ZeRO scatters gradients. "
+                   f"Legal: {listed(n for n in divisors(size) if 1 < n < size) or 'none, to scatter in one step'}.")
+
+
 def _widths(run):
     model, tp = run.model, run.mesh.tp
     if model.ffn % tp:
@@ -257,6 +267,10 @@ def idle(run):
         copies = "tp_sequence leaves no copies to shard." if parallel.tp_sequence else "it shards the inputs that remat = full keeps."
         reason = one("tp") if mesh.tp == 1 else copies
         yield "parallel.zero_r", True, reason
+    larger = [axis for axis in ("dp", "fsdp", "sp", "ep") if getattr(parallel.zero, axis) and getattr(mesh, axis) > (parallel.scatter_inner or 0)]
+    if parallel.scatter_inner and (not larger or parallel.lowering == "annotated"):
+        reason = "under annotated XLA chooses." if larger else "no axis with a ZeRO stage is larger."
+        yield "parallel.scatter_inner", parallel.scatter_inner, reason
     if run.precision.master and run.precision.params in ("float32", "float64"):
         yield "precision.master", run.precision.master, f"params = {run.precision.params} need no wider copy."
     defaults = {name: value for name, _, value in settings_of(resolve(Run()))}

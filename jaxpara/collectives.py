@@ -96,6 +96,23 @@ def scatter(x, axes, dim, scope):
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
+def scatter_in_steps(x, axes, dim, scope, inner):
+    """Reduce-scatter that over a single axis of more than `inner` devices goes in two steps: among every inner-th device, then among `inner`
+    neighbours. The same pieces on the same devices for the same bytes; not to be differentiated.
+
+    XLA:TPU makes an all-reduce of a reduce-scatter whose group spans a whole slice, for twice the bytes, but not of two smaller ones.
+    """
+    n = lax.axis_size(axes) if axes else 1
+    if not inner or len(axes) != 1 or n <= inner or n % inner:
+        return scatter(x, axes, dim, scope)
+    strided = [list(range(first, n, inner)) for first in range(inner)]
+    neighbours = [list(range(first, first + inner)) for first in range(0, n, inner)]
+    with jax.named_scope(scope):
+        for groups in (strided, neighbours):
+            x = lax.psum_scatter(x, axes[0], scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return x
+
+
 def exchange(x, axis, split, concat, scope, groups=None):
     """All-to-all: dim `split` is dealt out over the group, dim `concat` is collected from it. Backward: the reverse exchange."""
     with jax.named_scope(scope):

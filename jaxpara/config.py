@@ -98,6 +98,7 @@ class Parallel:
     remat: Literal["none", "full", "selective"] = "none"
     remat_save: Literal["attention", "matmuls"] = "attention"   # selective: what is kept, everything else is recomputed
     zero_r: bool = False                        # ZeRO-R: recompute from 1/tp of each layer input, gathered again in backward
+    scatter_inner: int | None = None            # ZeRO's reduce-scatters over one larger axis in two steps, the second among this many neighbours
     loss_chunk: int = 1024                      # tokens per device whose logits exist at one time
 
 

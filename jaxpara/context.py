@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.collectives import copy_in, gather, match, scatter, sum_out, sum_over, vary
+from jaxpara.collectives import copy_in, gather, match, scatter, scatter_in_steps, sum_out, sum_over, vary
 from jaxpara.kernels import cross_entropy, local, ring, ulysses
 from jaxpara.mesh import partition
 from jaxpara.rules import activation_rules, live
@@ -161,7 +161,8 @@ class ManualCtx(Ctx):
         axes, stacked = placement.axes(3), placement.parameter.stacked
         dim = placement.dim - stacked if axes else None
         kv = None if placement.kv_slice is None else (placement.kv_slice - stacked, self.run.model.kv_heads, self.run.mesh.tp)
-        return _gather_parameter(stored.value, stored.sink, axes, dim, kv, stored.sink.dtype, stored.name)
+        how = GatherOf(axes, dim, kv, stored.sink.dtype, stored.name, placement.inner)
+        return _gather_parameter(stored.value, stored.sink, how)
 
     def sequence(self, x, border=False):
         """This device's slots of x [b, S]: of its sp shard, and at a border of its part of that."""
@@ -238,26 +239,36 @@ def summed_loss(compute):
     return loss
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _gather_parameter(value, sink, axes, dim, kv, dtype, name):
-    """All-gather over the ZeRO-3 axes / reduce-scatter in the sink's dtype. kv: (dim, heads, tp) to use only the rank's own KV head."""
-    return _gather_forward(value, sink, axes, dim, kv, dtype, name)[0]
+class GatherOf(NamedTuple):
+    """How a parameter of ZeRO-3 is gathered, and its gradient scattered."""
+    axes: tuple
+    dim: int | None
+    kv: tuple | None        # (dim, heads, tp) to use only the rank's own KV head
+    dtype: Any              # of the gradient
+    name: str
+    inner: int | None       # see `scatter_in_steps`
 
 
-def _gather_forward(value, sink, axes, dim, kv, dtype, name):
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_parameter(value, sink, how):
+    """All-gather over the ZeRO-3 axes / reduce-scatter in the sink's dtype."""
+    return _gather_forward(value, sink, how)[0]
+
+
+def _gather_forward(value, sink, how):
     # not by calling the function above: a checkpoint policy must see the all-gather itself, not a call that hides it
-    if kv is not None:
-        kv_dim, heads, tp = kv
+    if how.kv is not None:
+        kv_dim, heads, tp = how.kv
         value = lax.dynamic_slice_in_dim(value, lax.axis_index("tp") * heads // tp, 1, axis=kv_dim)
-    return gather(value, axes, dim, f"zero3.gather.{name}"), None
+    return gather(value, how.axes, how.dim, f"zero3.gather.{how.name}"), None
 
 
-def _gather_backward(axes, dim, kv, dtype, name, _, cotangent):
-    gradient = scatter(cotangent.astype(dtype), axes, dim, f"zero3.scatter.{name}")
-    if kv is not None:
-        kv_dim, heads, tp = kv
+def _gather_backward(how, _, cotangent):
+    gradient = scatter_in_steps(cotangent.astype(how.dtype), how.axes, how.dim, f"zero3.scatter.{how.name}", how.inner)
+    if how.kv is not None:
+        kv_dim, heads, tp = how.kv
         shape = (*gradient.shape[:kv_dim], heads, *gradient.shape[kv_dim + 1:])
-        gradient = lax.dynamic_update_slice_in_dim(match(jnp.zeros(shape, dtype), gradient), gradient,
+        gradient = lax.dynamic_update_slice_in_dim(match(jnp.zeros(shape, how.dtype), gradient), gradient,
                                                    lax.axis_index("tp") * heads // tp, axis=kv_dim)
     return None, gradient
 

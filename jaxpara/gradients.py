@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpara.batch import slots, specs
-from jaxpara.collectives import scatter, sum_over, vary, varying_axes
+from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
 from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
@@ -79,7 +79,8 @@ def manual(run, mesh, placements, model):
         zeros = jax.tree.map(lambda like: vary(jnp.zeros(like.shape, like.dtype), varying_axes(like)), shapes)
         loss, gradients = accumulate(one, zeros, batch, m)
         loss = sum_over(loss, live(TOKEN_AXES), "loss.total") / scale
-        return loss, count, {name: unscale(reduce_step(gradient, placements[name], live), scale) for name, gradient in gradients.items()}
+        reduced = {name: reduce_step(gradient, placements[name], live) for name, gradient in gradients.items()}
+        return loss, count, {name: unscale(gradient, scale) for name, gradient in reduced.items()}
 
     spec_of = lambda kind: {name: partition(getattr(placement, kind)) for name, placement in placements.items()}
     return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), PartitionSpec()),
@@ -88,12 +89,12 @@ def manual(run, mesh, placements, model):
 
 def reduce_micro(gradient, placement):
     """After each micro-batch: scatter over the axes of stage 2 (those of stage 3 were scattered layer by layer)."""
-    return scatter(gradient, placement.axes(2), placement.dim, f"zero2.scatter.{placement.name}")
+    return scatter_in_steps(gradient, placement.axes(2), placement.dim, f"zero2.scatter.{placement.name}", placement.inner)
 
 
 def reduce_step(gradient, placement, live):
     """After the last micro-batch: scatter over the axes of stage 1, then sum what is left over those of stage 0."""
-    gradient = scatter(gradient, placement.axes(1), placement.dim, f"zero1.scatter.{placement.name}")
+    gradient = scatter_in_steps(gradient, placement.axes(1), placement.dim, f"zero1.scatter.{placement.name}", placement.inner)
     rest = placement.axes(0) + live(("tp",)) * placement.tp_sum
     return sum_over(gradient, rest, f"zero0.sum.{placement.name}")
 

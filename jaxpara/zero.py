@@ -36,6 +36,7 @@ class Placement:
     dropped: tuple[str, ...]            # axes whose stage could not be honoured since no dim divides
     tp_sum: bool                        # copies over tp see different tokens or heads: their gradients are summed over tp
     kv_slice: int | None                # dim of which a tp rank uses only its own KV head(s)
+    inner: int | None = None            # reduce-scatters over one larger axis go in two steps, the second among so many neighbours
 
     @property
     def name(self):
@@ -90,7 +91,8 @@ def place(parameter, run):
             kept.pop()
     stages = {axis: stage if axis in kept else 0 for axis, stage in wanted.items()}
     return Placement(parameter, mesh, shape, base, dim, stages, tuple(ordered[len(kept):]),
-                     mesh.tp > 1 and "tp" not in sharded and tp_partial(parameter, run), kv_slice)
+                     mesh.tp > 1 and "tp" not in sharded and tp_partial(parameter, run), kv_slice,
+                     run.parallel.scatter_inner)
 
 
 def largest_dim(labels, shape, base, ways, mesh, kv_slice):

@@ -68,7 +68,7 @@ class Contract:
 
 def compare(predicted, collectives, run, platform="cpu"):
     """`Contract` of predicted lines and the collectives of a compiled program. platform: cpu | tpu | gpu, for the rewrites to expect."""
-    seen = list(found(collectives, run))
+    seen = list(found(collectives, run, platform))
     ours, theirs, pairs = Pool.of(predicted), Pool.of([one.line for one in seen]), []
     for same in (identity, without_dtype, without_names):
         pairs += match(ours, theirs, same)

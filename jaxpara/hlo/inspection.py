@@ -84,7 +84,7 @@ class Report:
         sums = dict.fromkeys(("synchronous", "asynchronous", "overlapped"), 0)
         for one in self.contract.found:
             for part in one.parts:
-                wire = part.wire * part.calls
+                wire = one.line.wire * part.calls / one.line.calls
                 sums["asynchronous" if part.is_async else "synchronous"] += wire
                 sums["overlapped"] += wire if part.overlapped else 0
         return sums

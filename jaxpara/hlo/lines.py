@@ -6,6 +6,8 @@ from jaxpara.hlo.attribute import axes_of, owner_of, phase_of
 from jaxpara.hlo.parse import Collective
 from jaxpara.plan.lines import Line
 
+SLICED = "all-reduce + slice"
+
 WORDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
 
 
@@ -29,15 +31,20 @@ class Found:
         return bool(self.line.axes)
 
 
-def found(collectives, run):
-    """A `Found` for every different line; groups of one, which send nothing, are left out. Where no axes explain the groups, axes is ()."""
+def found(collectives, run, platform="cpu"):
+    """A `Found` for every different line; groups of one, which send nothing, are left out. Where no axes explain the groups, axes is ().
+
+    An all-reduce of which every device uses only its piece is a reduce-scatter on CPU, where nothing is on a wire; elsewhere it sends what
+    all-reduces send.
+    """
     sizes, lines = run.mesh.sizes, {}
     for one in collectives:
         if one.n == 1:
             continue
         axes = axes_of(one.groups, one.kind, sizes) or ()
         phase, owner = phase_of(one.op_name), owner_of(one.op_name)
-        key = one.kind, axes, dtype_of(one.dtype), one.elements, phase, owner, one.n, one.disguise, where(one.trips, run, phase)
+        kind = "all-reduce" if one.disguise == SLICED and platform != "cpu" else one.kind
+        key = kind, axes, dtype_of(one.dtype), one.elements, phase, owner, one.n, one.disguise, where(one.trips, run, phase)
         lines.setdefault(key, []).append(one)
     for (kind, axes, dtype, elements, phase, owner, n, disguise, place), parts in lines.items():
         calls = sum(part.calls for part in parts)

@@ -9,8 +9,9 @@ from jaxpara.plan.lines import Line
 KNOWN = {
     "widened": "travels in a wider type: XLA:CPU has no 16-bit collectives",
     "narrowed": "travels in bfloat16: XLA:TPU at default precision rounds what only matrix units will read, and sums of what was bfloat16",
-    "all-reduce + slice": "a reduce-scatter that XLA writes as an all-reduce of which each device keeps its piece: twice the bytes on a wire",
-    "reduce-scatter as all-reduce": "XLA:TPU does so when the group spans the whole slice",
+    "all-reduce + slice": "a reduce-scatter that XLA:CPU writes as an all-reduce of which each device keeps its piece",
+    "reduce-scatter as all-reduce": "twice the bytes; XLA:TPU does so for vectors, and when the group spans the whole slice "
+                                    "(parallel.scatter_inner avoids that)",
     "all-gather as all-reduce": "XLA does so for small vectors: each device adds its piece to zeros",
     "all-gather as permutes": "a gather in n-1 hops under its matmul (collective matmul)",
     "reduce-scatter as permutes": "a scatter in n-1 hops under its matmul (collective matmul)",

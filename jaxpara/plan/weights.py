@@ -10,6 +10,14 @@ def size(run, axes):
     return prod(getattr(run.mesh, axis) for axis in axes)
 
 
+def scattered(run, axes, elements):
+    """[(devices, elements)] of a reduce-scatter of `elements`: two steps over a single axis larger than parallel.scatter_inner."""
+    n, inner = size(run, axes), run.parallel.scatter_inner
+    if not inner or len(axes) != 1 or n <= inner or n % inner:
+        return [(n, elements)]
+    return [(n // inner, elements), (inner, elements // (n // inner))]
+
+
 def gathered_again(parameter, run):
     """Whether the backward pass gathers a layer's weight again. Biases feed nothing that backward needs, unless what follows is recomputed."""
     if not parameter.stacked:
@@ -36,27 +44,27 @@ def zero3(run, table):
         full = p.elements(p.storage) * size(run, axes) // layers // (run.model.kv_heads if p.kv_slice is not None else 1)
         uses = 2 if run.model.tied and p.name == "embedding.tokens" else 1
 
-        def line(what, kind, dtype, calls, phase):
-            return Line(kind, axes, dtype, full, calls, phase, p.name, size(run, axes), what, when)
+        def line(what, kind, dtype, calls, phase, n=size(run, axes), elements=full):
+            return Line(kind, axes, dtype, elements, calls, phase, p.name, n, what, when)
 
         yield line("ZeRO-3 weights, forward", "all-gather", compute, m * layers, "forward")
         if gathered_again(p.parameter, run):
             yield line("ZeRO-3 weights, backward", "all-gather", compute, m * layers, "recompute")
-        yield line("ZeRO-3 gradients", "reduce-scatter", gradient, m * layers * uses, "backward")
+        for n, elements in scattered(run, axes, full):
+            yield line("ZeRO-3 gradients", "reduce-scatter", gradient, m * layers * uses, "backward", n, elements)
 
 
 def reductions(run, table):
     """Gradients in gradient dtype: stage 2 in every micro-batch, stages 1 and 0 once a step; what tp ranks hold in copies, once a step."""
     m, dtype = run.train.microbatches, run.precision.gradient(run.train.microbatches)
 
-    def line(axes, what, kind, when, calls, elements, owner):
-        return Line(kind, axes, dtype, elements, calls, "reduce", owner, size(run, axes), what, when)
+    def line(axes, what, kind, when, calls, elements, owner, n=None):
+        return Line(kind, axes, dtype, elements, calls, "reduce", owner, n or size(run, axes), what, when)
 
     for p in table.values():
-        if p.axes(2):
-            yield line(p.axes(2), "ZeRO-2 gradients", "reduce-scatter", "micro-batch", m, p.elements(p.storage), p.name)
-        if p.axes(1):
-            yield line(p.axes(1), "ZeRO-1 gradients", "reduce-scatter", "step", 1, p.elements(p.gradient), p.name)
+        for stage, when, calls, whole in ((2, "micro-batch", m, p.storage), (1, "step", 1, p.gradient)):
+            for n, elements in scattered(run, p.axes(stage), p.elements(whole)) if p.axes(stage) else ():
+                yield line(p.axes(stage), f"ZeRO-{stage} gradients", "reduce-scatter", when, calls, elements, p.name, n)
         rest = p.axes(0) + ("tp",) * p.tp_sum
         if rest:
             what = "gradients of copies over tp" if rest == ("tp",) else "ZeRO-0 gradients"

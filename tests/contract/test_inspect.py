@@ -44,7 +44,7 @@ def test_matrix(case):
     exact(inspected(settings(case)[0]))
 
 
-@pytest.mark.parametrize("case", MORE)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 3 != ROTATION)) for i, case in enumerate(MORE)])
 def test_what_compilers_merge_is_predicted(case):
     exact(inspected(settings(case)[0]))
 

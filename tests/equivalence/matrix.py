@@ -13,13 +13,14 @@ WORDS = {
     "window": {"model.window": 5}, "dropout": {"model.dropout": 0.2}, "tied": {"model.tied": True}, "untied": {"model.tied": False},
     "qknorm": {"model.qk_norm": True}, "remat": {"parallel.remat": "full"}, "zero_r": {"parallel.zero_r": True},
     "keepattention": {"parallel.remat": "selective"}, "keepmatmuls": {"parallel.remat": "selective", "parallel.remat_save": "matmuls"},
-    "chunks": {"parallel.loss_chunk": 7}, "oneDocument": {},
+    "chunks": {"parallel.loss_chunk": 7}, "oneDocument": {}, "steps2": {"parallel.scatter_inner": 2}, "steps4": {"parallel.scatter_inner": 4},
 }
 
 CASES = [
     # ZeRO, each stage alone, with and without accumulation
     "gpt2 dp8", "llama dp8 m3", "llama dp8 zdp1", "gpt2 dp8 zdp1 m3", "gpt2 dp8 zdp2", "llama dp8 zdp2 m3", "llama dp8 zdp3",
     "gpt2 dp8 zdp3 m3", "llama fsdp8 m3", "gpt2 dp4 m3 zdp1",
+    "llama fsdp8 m3 steps4", "gpt2 dp8 zdp2 m3 steps2", "llama dp4 sp2 zdp2 zsp1 m3 steps2", "gpt2 dp4 tp2 zdp1 kv2 steps2",
     # several replica axes, a stage for each
     "gpt2 dp2 fsdp4 zdp1 m3", "llama dp2 fsdp4 zdp2 m3", "llama dp2 fsdp2 sp2 zdp1 zsp1 m3", "gpt2 dp2 sp2 tp2 zdp2 zsp1 m3 megatron",
     # tensor parallelism, KV heads fewer than ranks, Megatron-SP on and off
