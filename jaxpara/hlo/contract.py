@@ -140,8 +140,10 @@ def explain(line, missing, parts, ours):
                 f"{phrase(line)} ({names}) beyond the {planned:,} predicted" + f"; it stands in: {line.when}" * deeper, None)
     if not line.axes:
         return "unplanned", f"{phrase(line)} ({names}): its groups follow no axes of the mesh", None
-    what = "an activation" if line.kind == "all-gather" and not line.owner.count(".") else "nobody planned it"
-    return "unplanned", f"{phrase(line)} ({names}): {'a gather of an activation that nobody planned' if what == 'an activation' else what}", None
+    # parameters have dotted names, blocks have not
+    activation = line.kind == "all-gather" and "." not in line.owner
+    reason = "a gather of an activation that nobody planned" if activation else "nobody planned it"
+    return "unplanned", f"{phrase(line)} ({names}): {reason}", None
 
 
 def phrase(line):

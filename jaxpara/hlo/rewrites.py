@@ -43,19 +43,18 @@ def rewrites(ours, theirs, run, platform):
     for name, explains, ratio in RULES:
         for line in ours.lines():
             for other in theirs.lines():
-                if ours.left[line] and theirs.left[other] and explains(line, other):
-                    taken.append(take(name, ours, theirs, line, other, ratio(line)))
-    taken += out_of_the_loop(ours, theirs) + concatenated(ours, theirs)
+                if explains(line, other):
+                    taken += take(name, ours, theirs, line, other, ratio(line))
+    taken += out_of_the_loop(ours, theirs, run) + concatenated(ours, theirs)
     return [*taken, *realigned(theirs, taken), *scalars(ours, theirs)]
 
 
 def take(name, ours, theirs, line, other, ratio):
-    """One predicted call is `ratio` compiled ones."""
-    calls = min(ours.left[line], theirs.left[other] // ratio) or min(ours.left[line], 1)
-    spent = min(theirs.left[other], calls * ratio)
+    """[Pair] of as many calls as both have left, one predicted call being `ratio` compiled ones."""
+    calls = min(ours.left[line], theirs.left[other] // ratio)
     ours.left[line] -= calls
-    theirs.left[other] -= spent
-    return Pair(replace(line, calls=calls), replace(other, calls=spent), (name,))
+    theirs.left[other] -= calls * ratio
+    return [Pair(replace(line, calls=calls), replace(other, calls=calls * ratio), (name,))] if calls else []
 
 
 def kinds(predicted, compiled):
@@ -85,14 +84,15 @@ RULES = (
 """(name, whether a predicted and a compiled line fit, compiled calls per predicted call)."""
 
 
-def out_of_the_loop(ours, theirs):
+def out_of_the_loop(ours, theirs, run):
     """Predicted calls that lack although the line was compiled: done once for all passes. Only where its line stands in fewer loops."""
-    found = []
+    found, accumulates = [], run.train.microbatches > 1
+    loops = {"step": 0, "micro-batch": accumulates, "layer": 1 + accumulates, "block": 1 + accumulates}
     for line in ours.lines():
         for other in theirs.left:
             same = (line.kind, line.axes, line.elements) == (other.kind, other.axes, other.elements) and other.owner in ("", line.owner)
-            depth = {"step": 0, "micro-batch": 1, "layer": 2, "block": 2}.get(line.when, 0)
-            if same and ours.left[line] and other.calls < line.calls and len(other.when.split(" · ")) <= depth:
+            depth = 0 if other.when == "step" else len(other.when.split(" · "))
+            if same and ours.left[line] and other.calls < line.calls and depth < loops[line.when]:
                 found.append(Pair(replace(line, calls=ours.left[line]), replace(other, calls=0), ("out of the loop",)))
                 ours.left[line] = 0
     return found
@@ -117,8 +117,9 @@ def adding_up(lines, elements):
     """Those of `lines` that have `elements` together, or ()."""
     sums = {0: ()}
     for line in lines:
-        for sum_so_far, chosen in list(sums.items()):
-            sums.setdefault(sum_so_far + line.elements, (*chosen, line))
+        for so_far, chosen in list(sums.items()):
+            if so_far + line.elements <= elements:
+                sums.setdefault(so_far + line.elements, (*chosen, line))
     return sums.get(elements, ())
 
 

@@ -111,6 +111,9 @@ def test_an_all_reduce_of_which_a_piece_is_used():
     ([line(calls=3, when="step")], [one(calls=9)]),
     ([], [one("all-reduce", elements=65, calls=1, owner="")]),
     ([line("reduce-scatter", calls=9, when="step")], [one("reduce-scatter", calls=3, trips=(3,))]),
+    ([line(calls=18)], [one(calls=9)]),                                             # half as often in the same loops
+    ([line()], [one("permute", elements=1000, calls=26, owner="")]),                # one hop is missing
+    ([line("all-reduce", elements=10, calls=1), line("all-reduce", elements=30, calls=2)], [one("all-reduce", elements=40, calls=1, owner="")]),
 ])
 def test_what_only_looks_like_a_rewrite_does_not(predicted, compiled):
     assert not check(predicted, compiled, "tpu").kept
