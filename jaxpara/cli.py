@@ -1,4 +1,4 @@
-"""The command `jaxpara`: train, plan, inspect, recipes, settings.
+"""The command `jaxpara`: train, plan, inspect, schedule, recipes, settings.
 
 Every setting is an option of its own dotted name, so those are taken out of the arguments before argparse sees the rest. JAX is
 imported only where devices are needed.
@@ -15,10 +15,23 @@ from jaxpara.report import screen
 from jaxpara.rundir import occupied
 from jaxpara.settings import load
 
-OPTIONS = {"--run-dir", "--target", "--json", "--hlo"}
+OPTIONS = {"--run-dir", "--target", "--json", "--hlo", "--kind", "--stages", "--microbatches", "--chunks", "--times", "--plot", "--csv", "--file"}
 """Options with a value that are not settings."""
 
 FLAGS = {"-h", "--help", "--version", "--strict"}
+
+
+SCHEDULE = {
+    "kind": ("KIND", "gpipe, 1f1b, interleaved, circular, zb_h1, zb_h2, zb_v, dualpipe_v"),
+    "stages": ("P", "pipeline stages"),
+    "microbatches": ("M", "micro-batches of one step"),
+    "chunks": ("V", "chunks per stage (interleaved, circular)"),
+    "times": ("F,B,W,hop", "time of forward, input gradient, weight gradient of one micro-batch in one stage, and of one hop (default: 1,1,1,0)"),
+    "plot": ("FILE", "draw it there, .svg or .png; needs jaxpara[plot]"),
+    "csv": ("FILE", "write the table there: stage,tick,op,microbatch,chunk"),
+    "file": ("FILE", "read such a table instead of building one"),
+}
+"""Options of `jaxpara schedule`: (metavar, what it means)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,6 +66,11 @@ def parser():
     for command in (training, planning, inspecting):
         command.add_argument("recipe", nargs="?", default="gpt_tiny", metavar="RECIPE",
                              help="a shipped recipe, or the path of a recipe or of a run's config.json (default: gpt_tiny)")
+    pipelining = add("schedule", "Show a pipeline schedule: who does what when, its bubble, what each stage holds.",
+                     "jaxpara schedule --kind KIND --stages P --microbatches M [--chunks V] [--times F,B,W,hop] [--plot FILE] [--csv FILE]\n"
+                     "       jaxpara schedule --file FILE.csv [--times F,B,W,hop] [--plot FILE] [--csv FILE]")
+    for name, words in SCHEDULE.items():
+        pipelining.add_argument(f"--{name}", metavar=words[0], help=words[1])
     add("recipes", "List the shipped recipes.", "jaxpara recipes")
     add("settings", "List every setting: what it takes, its default, what it means.", "jaxpara settings")
     return top
@@ -105,9 +123,11 @@ def perform(arguments):
     """Run one command line, return its exit status (None: 0); exceptions are `main`'s business."""
     rest, settings, wrong = split(arguments)
     options, console = parser().parse_args(rest), screen.console()
-    if options.command in ("recipes", "settings"):
+    if options.command in ("recipes", "settings", "schedule"):
         if settings or wrong:
-            raise ConfigError(f"jaxpara {options.command} takes no settings.")
+            raise ConfigError(f"jaxpara {options.command} takes no settings.", *wrong)
+        if options.command == "schedule":
+            return schedule(options, console)
         from jaxpara.report import reference
         console.print(reference.recipe_table() if options.command == "recipes" else reference.setting_table())
         return
@@ -137,6 +157,18 @@ def inspect(run, options, console):
         if path:
             Path(path).write_text(text(), encoding="utf-8")
     return 1 if options.strict and not report.kept else 0
+
+
+def schedule(options, console):
+    """Show a pipeline schedule, write what was asked for."""
+    from jaxpara.pipeline.table import write
+    from jaxpara.report.schedule import asked, picture, show
+    table, times = asked(options)
+    show(table, times, console)
+    if options.csv:
+        write(table, options.csv)
+    if options.plot and (missing := picture(table, times, options.plot)):
+        console.print(f"{options.plot}: {missing}")
 
 
 def main(argv=None):
