@@ -146,7 +146,9 @@ class Program:
 
     def lower(self):
         """The train step lowered for abstract arguments; `.compile()` it to read HLO, memory and cost."""
-        return self._step.lower(*self.abstract())
+        # another program of this process may have turned 64-bit mode on: it would make this one's loop counters 64 bits wide
+        with jax.enable_x64(self.run.precision.wide):
+            return self._step.lower(*self.abstract())
 
     @cached_property
     def compiled(self):

@@ -126,6 +126,7 @@ def test_an_interrupt_reads_everything_that_was_dispatched():
 
 
 def test_ctrl_c_ends_cleanly(small, tmp_path, monkeypatch):
+    started = signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell starts background jobs with it ignored
     before, show = signal.getsignal(signal.SIGINT), loop.Steps.show
 
     def show_and_interrupt(self, row, pace):
@@ -140,6 +141,7 @@ def test_ctrl_c_ends_cleanly(small, tmp_path, monkeypatch):
     rows = rows_of(tmp_path / "run")
     assert 3 <= len(rows) <= 4 and f"{len(rows)} of 50 steps" in console.file.getvalue()
     assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, started)
 
 
 def test_the_first_lap_stays_out_of_the_mean(monkeypatch):

@@ -90,7 +90,8 @@ def out_of_the_loop(ours, theirs, run):
     loops = {"step": 0, "micro-batch": accumulates, "layer": 1 + accumulates, "block": 1 + accumulates}
     for line in ours.lines():
         for other in theirs.left:
-            same = (line.kind, line.axes, line.elements) == (other.kind, other.axes, other.elements) and other.owner in ("", line.owner)
+            alike = other.kind == line.kind or other.kind == "all-reduce" and line.kind in ("reduce-scatter", "all-gather")
+            same = alike and (line.axes, line.elements) == (other.axes, other.elements) and other.owner in ("", line.owner)
             depth = 0 if other.when == "step" else len(other.when.split(" · "))
             if same and ours.left[line] and other.calls < line.calls and depth < loops[line.when]:
                 found.append(Pair(replace(line, calls=ours.left[line]), replace(other, calls=0), ("out of the loop",)))

@@ -82,6 +82,8 @@ REWRITES = [
     ("reduce-scatter as permutes", [line("reduce-scatter")], [one("permute", elements=1000, calls=27, owner="")]),
     ("padded", [line("reduce-scatter")], [one("reduce-scatter", elements=4096, owner=""), one("permute", elements=24, calls=2, owner="")]),
     ("out of the loop", [line("reduce-scatter")], [one("reduce-scatter", calls=3, trips=(3,))]),
+    ("out of the loop", [line("reduce-scatter"), line("reduce-scatter", owner="mlp", calls=3)],
+     [one("reduce-scatter", calls=3, trips=(3,)), one("reduce-scatter", owner="mlp", calls=3)]),
     ("concatenated", [line("all-reduce", elements=10, calls=1), line("all-reduce", elements=30, calls=1)],
      [one("all-reduce", elements=40, calls=1, owner="")]),
     ("scalars", [line("all-reduce", elements=1, calls=1, phase="optimizer")], [one("all-reduce", ("tp",), elements=4, calls=1, owner="")]),
@@ -94,6 +96,12 @@ def test_known_rewrites_pass_on_accelerators(name, predicted, compiled):
     assert contract.kept and set(contract.rewrites) == {name}
     if name not in ("widened", "narrowed"):
         assert not check(predicted, compiled, "cpu").kept, "the CPU has no excuses"
+
+
+def test_two_rewrites_at_once():
+    """A scatter in every micro-batch that becomes one all-reduce after the loop."""
+    contract = check([line("reduce-scatter", calls=3, when="micro-batch")], [one("all-reduce", calls=1, trips=(), owner="")], "tpu")
+    assert contract.kept and set(contract.rewrites) == {"reduce-scatter as all-reduce", "out of the loop"}
 
 
 def test_an_all_reduce_of_which_a_piece_is_used():

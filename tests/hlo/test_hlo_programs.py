@@ -115,6 +115,19 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_64_bit_mode_of_the_process_changes_no_program(wide):
+    """A float64 run turns it on for good; later programs of other runs must read as if it had not."""
+    before = jax.config.jax_enable_x64
+    try:
+        jax.config.update("jax_enable_x64", wide)
+        found = collectives(jaxpara.build(make_run({"mesh.fsdp": 8}, "float32"), BACKENDS[-2].values[0] if find_spec("libtpu") else None).lower()
+                            .compile().as_text())
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert found and not any(c.uncertain for c in found) and max(c.calls for c in found) >= 3
+
+
 @pytest.mark.parametrize("target", BACKENDS)
 def test_a_saved_program_of_each_backend(target, tmp_path):
     """Text that was written to a file and read back: as many calls of each kind as planned, of the right group, nothing uncertain; on TPU
