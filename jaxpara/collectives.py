@@ -11,6 +11,8 @@ from functools import partial
 import jax
 from jax import lax
 
+from jaxpara.zero import scatter_steps
+
 
 def varying_axes(x):
     """Axes over which `x` (an array, or its abstract shape) is typed varying; empty in the unchecked mode."""
@@ -103,7 +105,7 @@ def scatter_in_steps(x, axes, dim, scope, inner):
     XLA:TPU makes an all-reduce of a reduce-scatter whose group spans a whole slice, for twice the bytes, but not of two smaller ones.
     """
     n = lax.axis_size(axes) if axes else 1
-    if not inner or len(axes) != 1 or n <= inner or n % inner:
+    if len(scatter_steps(n, axes, inner)) == 1:
         return scatter(x, axes, dim, scope)
     strided = [list(range(first, n, inner)) for first in range(inner)]
     neighbours = [list(range(first, first + inner)) for first in range(0, n, inner)]

@@ -4,10 +4,9 @@ Compiling for TPU needs libtpu, for GPU the CUDA plugin of JAX; neither needs th
 """
 import os
 
-from jaxpara.config import Mesh, fill_auto
+from jaxpara.config import fill_auto
 from jaxpara.errors import ConfigError
 from jaxpara.plan.hardware import gpu_config, parse_target
-from jaxpara.plan.links import link_seconds
 
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 """What keeps libtpu, when it is loaded, from asking Google Cloud's metadata server where it runs, from complaining of what it does not find
@@ -105,9 +104,3 @@ def described(target, platform, **options):
     if len(devices) != target.devices:
         raise ConfigError(f"{target.name} should have {target.devices} devices and the compiler counts {len(devices)}: another version?")
     return devices
-
-
-def speed(target, mesh, axes, kind):
-    """Bytes/s at which one device sends over these mesh axes (`plan.links.link_seconds`, without latency), None on CPU. mesh: of `place`."""
-    seconds = link_seconds(target, Mesh(**mesh.shape), axes, kind, 1.0, calls=0)
-    return 1 / seconds if seconds else None

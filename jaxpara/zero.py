@@ -95,6 +95,11 @@ def place(parameter, run):
                      run.parallel.scatter_inner)
 
 
+def scatter_steps(n, axes, inner):
+    """Group sizes of the steps of a reduce-scatter over `axes`, n devices in all: one, or over a single axis of more than `inner` two."""
+    return (n // inner, inner) if inner and len(axes) == 1 and n > inner and n % inner == 0 else (n,)
+
+
 def largest_dim(labels, shape, base, ways, mesh, kv_slice):
     """Index of the largest dim whose local piece splits `ways` ways, or None. Never the layers, nor KV heads that ranks slice."""
     fits = [(size, -i) for i, (label, size, split) in enumerate(zip(labels, shape, shards(base, mesh)))

@@ -151,6 +151,3 @@ def phrase(line):
     owner = f", {line.owner}" if line.owner else ""
     return (f"{line.kind} over {line.axis or 'unknown groups'} of {line.elements:,} {line.dtype}, {line.calls:,} "
             f"call{'s' * (line.calls != 1)}, {line.phase}{owner}")
-
-
-__all__ = ["Contract", "Difference", "KNOWN", "compare", "phrase"]

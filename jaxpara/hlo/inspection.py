@@ -11,7 +11,7 @@ from jaxpara.hlo.module import parse
 from jaxpara.hlo.parse import collectives
 from jaxpara.plan.hardware import parse_target
 from jaxpara.plan.links import link_seconds
-from jaxpara.plan.memory import arguments, peak, temporaries
+from jaxpara.plan.memory import arguments, temporaries
 from jaxpara.plan.traffic import traffic
 
 
@@ -116,5 +116,6 @@ def inspection(run, target, platform, text, stats, seconds, usable=None):
     contract.differences.extend(
         Difference("replicated", f"{name} lies on each device with {surplus:,} bytes more than its spec says", 0, None)
         for name, surplus in replicated(module, run))
-    planned = {"arguments": arguments(run, platform), "temporaries": temporaries(run, platform), "peak": peak(run, platform)["total"]}
-    return Report(run, target, contract, {**split(text, stats, run), "predicted": planned, "usable": usable}, seconds, text)
+    planned = {"arguments": arguments(run, platform), "temporaries": temporaries(run, platform)}
+    planned["peak"] = sum(part["total"] for part in planned.values())
+    return Report(run, target, contract, {**split(text, stats, run, module), "predicted": planned, "usable": usable}, seconds, text)

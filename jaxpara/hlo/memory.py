@@ -92,13 +92,14 @@ class Cell:
         self.buffer, self.start, self.end, self.outside = buffer, start, start, False
 
 
-def peak(text):
+def peak(text, module=None):
     """The `Peak` of a scheduled module: the entry computation, and below each loop, branch or call what that needs while it runs.
 
     Values that leave a computation lie where the caller put them (loops carry in place). An operand that dies at an elementwise operation of
     its own size gives its place to the result. What fragmentation costs on top, `memory_analysis()` knows and the text does not.
+    module: of the text, if it was parsed before (it has no layouts, so the text is needed too).
     """
-    module = parse(text)
+    module = module or parse(text)
     if not module.scheduled:
         raise HloError("The module is not scheduled: take the text of a compiled program.")
     return Liveness(module, printed_shapes(text)).peak(module.entry, 0)
@@ -296,7 +297,7 @@ def core(dims):
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
-def split(text, stats, run):
+def split(text, stats, run, module=None):
     """Bytes per device of a compiled step: {"argument", "output", "alias", "temp", "peak", "parts"}.
 
     stats: `compiled.memory_analysis()`. On TPU temp is XLA's peak without the arguments, since its temp_size counts more than the heap ever
@@ -310,8 +311,9 @@ def split(text, stats, run):
         sizes["peak"] = stats.peak_memory_in_bytes
     else:
         sizes["peak"] = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
-    parts, kind = {**entry_parts(parse(text)), **dict.fromkeys(KINDS, 0)}, kinds(run)
-    for buffer in peak(text).buffers:
+    module = module or parse(text)
+    parts, kind = {**entry_parts(module), **dict.fromkeys(KINDS, 0)}, kinds(run)
+    for buffer in peak(text, module).buffers:
         parts[kind(buffer)] += buffer.bytes
     parts["rest"] += sizes["argument"] + sizes["temp"] - sum(parts.values())
     return {**sizes, "parts": parts}

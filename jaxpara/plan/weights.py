@@ -3,6 +3,7 @@ from math import prod
 
 from jaxpara.config import BYTES
 from jaxpara.plan.lines import Line
+from jaxpara.zero import scatter_steps
 
 
 def size(run, axes):
@@ -11,11 +12,10 @@ def size(run, axes):
 
 
 def scattered(run, axes, elements):
-    """[(devices, elements)] of a reduce-scatter of `elements`: two steps over a single axis larger than parallel.scatter_inner."""
-    n, inner = size(run, axes), run.parallel.scatter_inner
-    if not inner or len(axes) != 1 or n <= inner or n % inner:
-        return [(n, elements)]
-    return [(n // inner, elements), (inner, elements // (n // inner))]
+    """Yield (devices, elements) of each step of a reduce-scatter of `elements`."""
+    for n in scatter_steps(size(run, axes), axes, run.parallel.scatter_inner):
+        yield n, elements
+        elements //= n
 
 
 def gathered_again(parameter, run):
@@ -24,9 +24,8 @@ def gathered_again(parameter, run):
         return False
     if "bias" not in parameter.name:
         return True
-    recomputed = {"none": (), "full": ("norm1", "norm2", "query", "key", "value", "output", "up"),
-                  "selective": ("norm1", "norm2", "query", "key", "value", "output", "up")}[run.parallel.remat]
-    return any(part in parameter.name for part in recomputed)
+    recomputed = ("norm1", "norm2", "query", "key", "value", "output", "up")
+    return run.parallel.remat != "none" and any(part in parameter.name for part in recomputed)
 
 
 def zero3(run, table):

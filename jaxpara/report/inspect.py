@@ -41,16 +41,15 @@ def traffic_table(report, columns):
         table.add_column(heading, justify=justify, header_style="bold")
     for axes, rows in grouped(report).items():
         n = max((line.n for row in rows.values() for line in row["lines"]), default=1)
-        times = [report.time(line) for row in rows.values() for line in row["lines"]]
+        seconds = {key: sum(report.time(line) or 0 for line in row["lines"]) for key, row in rows.items()}
         table.add_row(f"over {'·'.join(axes) or 'unknown groups'} ({n})", "", f"{sum(row['calls'] for row in rows.values()):,}", "",
                       size(sum(row["predicted"] for row in rows.values())), size(sum(row["compiled"] for row in rows.values())),
-                      *[duration(sum(time or 0 for time in times))] * timed, style="cyan")
+                      *[duration(sum(seconds.values()))] * timed, style="cyan")
         for (what, kind), row in rows.items():
             differs = row["predicted"] != row["compiled"]
-            spent = sum(report.time(line) or 0 for line in row["lines"])
             table.add_row(f" {what}", SHORT[kind] if narrow else kind, f"{row['calls']:,}", ", ".join(sorted(row["where"])),
                           size(row["predicted"]), size(row["compiled"]),
-                          *[duration(spent)] * timed, style="yellow" if differs else "")
+                          *[duration(seconds[what, kind])] * timed, style="yellow" if differs else "")
     words = "Ring algorithms, links at their best, nothing overlapped." if timed else "Ring algorithms."
     if narrow:
         words += " AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all."

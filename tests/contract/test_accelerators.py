@@ -1,18 +1,14 @@
 """The contract on TPU pods and GPU clusters that nobody here owns: compiled only, differences but for known rewrites are none."""
-from importlib.util import find_spec
-
 import pytest
 
 import jaxpara
+from backends import needs_gpu, needs_tpu
 from equivalence.hard import make_run
 from jaxpara import ConfigError
 from jaxpara.hlo.inspection import CLASSES
 from jaxpara.report import screen
 from jaxpara.report.inspect import show
 
-needs_tpu = pytest.mark.skipif(find_spec("libtpu") is None, reason='needs libtpu: pip install "jaxpara[tpu]"')
-needs_gpu = pytest.mark.skipif(not find_spec("jax_plugins") or not find_spec("jax_plugins.xla_cuda13"),
-                               reason='needs the CUDA plugin, 4 GB: pip install "jaxpara[gpu]"')
 LARGE = {"model.width": 512, "model.ffn": 1024, "model.head_dim": 64, "train.seq": 512}
 MESHES = {"fsdp4 tp2 megatron": {"mesh.fsdp": 4, "mesh.tp": 2, "parallel.tp_sequence": True},
           "dp2 fsdp2 tp2 zdp1 m3": {"mesh.dp": 2, "mesh.fsdp": 2, "mesh.tp": 2, "parallel.zero.dp": 1, "train.microbatches": 3},

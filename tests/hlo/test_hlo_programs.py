@@ -2,8 +2,6 @@
 
 `tests/contract/test_inspect.py` compares train steps with the plan.
 """
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpara
+from backends import needs_gpu, needs_tpu
 from equivalence.hard import make_run
 from jaxpara.hlo import axes_of, collectives, owner_of, phase_of
+from jaxpara.mesh import plugins
 from jaxpara.plan import traffic
 
 
@@ -107,12 +107,7 @@ def test_branches_and_loops_of_unknown_length():
     assert set(loop) == {1, 4} and all("unknown" in c.uncertain for c in loop.values()) and loop[4].calls == 1
 
 
-BACKENDS = [
-    pytest.param("cpu:8"),
-    pytest.param("tpu:v5e:2x4", marks=pytest.mark.skipif(find_spec("libtpu") is None, reason='needs libtpu: pip install "jaxpara[tpu]"')),
-    pytest.param("gpu:h100:1x8", marks=pytest.mark.skipif(not find_spec("jax_plugins") or not find_spec("jax_plugins.xla_cuda13"),
-                                                         reason='needs the CUDA plugin: pip install "jaxpara[gpu]"')),
-]
+BACKENDS = [pytest.param("cpu:8"), pytest.param("tpu:v5e:2x4", marks=needs_tpu), pytest.param("gpu:h100:1x8", marks=needs_gpu)]
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -121,7 +116,7 @@ def test_64_bit_mode_of_the_process_changes_no_program(wide):
     before = jax.config.jax_enable_x64
     try:
         jax.config.update("jax_enable_x64", wide)
-        found = collectives(jaxpara.build(make_run({"mesh.fsdp": 8}, "float32"), BACKENDS[-2].values[0] if find_spec("libtpu") else None).lower()
+        found = collectives(jaxpara.build(make_run({"mesh.fsdp": 8}, "float32"), "tpu:v5e:2x4" if "tpu" in plugins() else None).lower()
                             .compile().as_text())
     finally:
         jax.config.update("jax_enable_x64", before)
