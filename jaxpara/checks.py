@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxpara.config import BATCH_AXES, BYTES, AXES, Run, fill_auto, resolve, settings_of
 from jaxpara.errors import ConfigError
 from jaxpara.params import padded_vocab
+from jaxpara.pipeline.placing import stack
 
 
 DERIVED = {"model.kv_heads": ("model.heads",), "model.head_dim": ("model.width", "model.heads"), "model.ffn": ("model.width",),
@@ -28,7 +29,7 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    found = [message for rule in (_unbuilt, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
+    found = [message for rule in (_unbuilt, _pipeline, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
         if auto and (reason.endswith(f"mesh.{auto} = 1.") or name == "parallel.scatter_inner"):
@@ -59,7 +60,9 @@ def _mend(run, names):
 
 
 def text(value):
-    """A setting's value as it is typed on a command line: none, true, false, 2."""
+    """A setting's value as it is typed on a command line: none, true, false, 2, 3,2,2,1."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -117,9 +120,19 @@ def _numbers(run):
         yield "train.seed", f"train.seed = {values['train.seed']} does not fit 32 bits. Legal: 0 to {2 ** 32 - 1}."
 
 
+def _pipeline(run):
+    """A schedule that exists, layers that fit it, a lowering that can run it."""
+    if run.mesh.pp == 1:
+        return
+    if run.parallel.lowering == "annotated":
+        yield f"parallel.lowering = annotated with mesh.pp = {run.mesh.pp}: stages run different layers at one time, which needs manual. Legal: manual."
+    try:
+        stack(run)
+    except ConfigError as error:
+        yield from error.violations
+
+
 def _unbuilt(run):
-    if run.mesh.pp > 1:
-        yield f"mesh.pp = {run.mesh.pp}: this version has no pipeline schedule yet. Legal: 1."
     if run.mesh.ep > 1:
         yield (f"mesh.ep = {run.mesh.ep}: ep splits experts and this version has no mixture-of-experts layer yet. "
                "Legal: 1 (dp or fsdp split the batch).")

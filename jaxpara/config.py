@@ -100,6 +100,12 @@ class Parallel:
     zero_r: bool = False                        # ZeRO-R: recompute from 1/tp of each layer input, gathered again in backward
     scatter_inner: int | None = None            # ZeRO's reduce-scatters over one larger axis in two steps, the second among this many neighbours
     loss_chunk: int = 1024                      # tokens per device whose logits exist at one time
+    schedule: Literal["circular", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"] = "circular"  # of the pipeline
+    chunks: int | None = None                   # v, runs of layers per stage; none = 2 for interleaved, zb_v and dualpipe_v, else 1
+    schedule_file: str | None = None            # pipeline table from a CSV (stage,tick,op,microbatch,chunk) instead of `schedule`
+    layers_per_stage: tuple[int, ...] | None = None     # such as 3,2,2,1: one number per stage, or per chunk in model order; none = even
+    gather_once: bool = False                   # pipelines: gather ZeRO-3 weights once per step and keep them, not in every tick
+    remat_tick: bool = True                     # circular: of a tick keep its input only, and compute it again in the backward pass
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from jaxpara.rules import live as live_spec
 TOKEN_AXES = ("dp", "fsdp", "ep", "sp")
 """Axes whose devices see different tokens."""
 
+WORK_AXES = ("pp", *TOKEN_AXES)
+"""Axes whose devices do different work on a weight that they hold in copies, so that its gradients differ."""
+
 
 def rows_of(micro, run, step):
     """`Rows` of one micro-batch; the dropout key depends on seed and step only."""
@@ -27,12 +30,12 @@ def rows_of(micro, run, step):
     return Rows(micro["positions"], micro["segments"], micro["number"], index, key)
 
 
-def micro_gradients(model, run, make_ctx, cast):
-    """A function (weights, sinks, micro-batch, step, scale) -> (summed loss · scale, {name: gradient}). cast: of the scale's type."""
+def micro_gradients(model, run, make_ctx):
+    """A function (sinks, weights, micro-batch, step, scale) -> (summed loss · scale, {name: gradient})."""
     def loss(sinks, weights, micro, step, scale):
         stored = {name: Stored(weights[name], sinks[name], name) for name in weights}
         ctx = make_ctx(rows_of(micro, run, step))
-        return fill(model, stored).loss(micro["tokens"], micro["targets"], ctx) * cast(scale)
+        return fill(model, stored).loss(micro["tokens"], micro["targets"], ctx) * scale
     return jax.value_and_grad(loss)
 
 
@@ -53,32 +56,46 @@ def tie(weights, placements, micro):
 
 def varying_over(placements, live):
     """{name: axes over which its copies get different gradients}: parameters are cast to vary over them, so that nothing is reduced in silence."""
-    return {name: live(TOKEN_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+    return {name: live(WORK_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
 
 
-def manual(run, mesh, placements, model):
-    """(params, batch, step) -> (loss, counted tokens, gradients in the optimizer specs), as one `shard_map` over the whole mesh."""
-    precision, m, live = run.precision, run.train.microbatches, run.mesh.live
-    gradient_dtype, scale = precision.gradient(m), precision.loss_scale or 1.0
-    replicas = varying_over(placements, live)
+def one_device(run, placements, model, make_ctx):
+    """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}) of one device that runs all layers: micro-batch after
+    micro-batch, each reduced by `reduce_micro`."""
+    precision, m = run.precision, run.train.microbatches
+    differentiate = micro_gradients(model, run, partial(make_ctx, placements))
+    gradient_dtype = precision.gradient(m)
 
-    def on_device(params, batch, step):
-        weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
-        sinks = {name: vary(jnp.zeros(value.shape, gradient_dtype), replicas[name]) for name, value in weights.items()}
-        count = sum_over((batch["targets"] >= 0).sum(dtype=jnp.int32), live(TOKEN_AXES), "loss.count")
-        per_token = scale / jnp.maximum(count, 1)
-        wide = jnp.promote_types(precision.compute, jnp.float32)
-        differentiate = micro_gradients(model, run, partial(ManualCtx, run, placements), lambda x: x.astype(wide))
+    def whole(weights, batch, step, scale):
+        sinks = {name: vary(jnp.zeros(value.shape, gradient_dtype), varying_axes(value)) for name, value in weights.items()}
 
         def one(micro):
             usable = weights if m == 1 else tie(weights, placements, micro)
-            loss, gradients = differentiate(sinks, usable, micro, step, per_token)
+            loss, gradients = differentiate(sinks, usable, micro, step, scale)
             return loss, {name: reduce_micro(gradient, placements[name]) for name, gradient in gradients.items()}
 
         shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
         zeros = jax.tree.map(lambda like: vary(jnp.zeros(like.shape, like.dtype), varying_axes(like)), shapes)
-        loss, gradients = accumulate(one, zeros, batch, m)
-        loss = sum_over(loss, live(TOKEN_AXES), "loss.total") / scale
+        return accumulate(one, zeros, batch, m)
+
+    return whole
+
+
+def manual(run, mesh, placements, model, make=one_device):
+    """(params, batch, step) -> (loss, counted tokens, gradients in the optimizer specs), as one `shard_map` over the whole mesh.
+
+    make: `one_device`, or an executor of pipelines that is made and called alike.
+    """
+    precision, live = run.precision, run.mesh.live
+    scale, replicas = precision.loss_scale or 1.0, varying_over(placements, live)
+    wide = jnp.promote_types(precision.compute, jnp.float32)
+    whole = make(run, placements, model, partial(ManualCtx, run))
+
+    def on_device(params, batch, step):
+        weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
+        count = sum_over((batch["targets"] >= 0).sum(dtype=jnp.int32), live(TOKEN_AXES), "loss.count")
+        loss, gradients = whole(weights, batch, step, (scale / jnp.maximum(count, 1)).astype(wide))
+        loss = sum_over(loss, live(WORK_AXES), "loss.total") / scale
         reduced = {name: reduce_step(gradient, placements[name], live) for name, gradient in gradients.items()}
         return loss, count, {name: unscale(gradient, scale) for name, gradient in reduced.items()}
 
@@ -115,8 +132,8 @@ def annotated(run, mesh, placements, model):
         weights = {name: value.astype(precision.compute) for name, value in params.items()}
         sinks = {name: jnp.zeros(value.shape, gradient_dtype) for name, value in weights.items()}
         count = (batch["targets"] >= 0).sum(dtype=jnp.int32)
-        per_token = scale / jnp.maximum(count, 1)
-        differentiate = micro_gradients(model, run, partial(AnnotatedCtx, run, placements, mesh), lambda x: x.astype(wide))
+        per_token = (scale / jnp.maximum(count, 1)).astype(wide)
+        differentiate = micro_gradients(model, run, partial(AnnotatedCtx, run, placements, mesh))
 
         def one(micro):
             loss, gradients = differentiate(sinks, weights, micro, step, per_token)
@@ -130,14 +147,16 @@ def annotated(run, mesh, placements, model):
     return whole
 
 
-def logits(run, mesh, placements, model):
-    """(params, batch) -> [1, B, S, V_padded] logits in slot order, no dropout."""
+def logits(run, mesh, placements, model, through=None):
+    """(params, batch) -> [1, B, S, V_padded] logits in slot order, no dropout. through: ({name: `Stored`}, tokens, ctx) -> logits [b, s, V_padded],
+    if not all layers are at hand."""
     compute = run.precision.compute
+    through = through or (lambda stored, tokens, ctx: fill(model, stored).logits(tokens, ctx))
 
     def forward(make_ctx, cast, params, batch):
         micro = {name: array[0] for name, array in batch.items()}
         stored = {name: Stored(cast(name, value.astype(compute)), jnp.zeros(value.shape, compute), name) for name, value in params.items()}
-        return fill(model, stored).logits(micro["tokens"], make_ctx(rows_of(micro, run, None)))[None]
+        return through(stored, micro["tokens"], make_ctx(rows_of(micro, run, None)))[None]
 
     if run.parallel.lowering == "annotated":
         return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)

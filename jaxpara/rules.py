@@ -69,8 +69,8 @@ def kv_replicated(run):
 
 
 def parameter_rules(run):
-    """Where each label of a parameter lies before ZeRO: tensor parallelism only."""
-    return Rules([("layers", None), ("vocab", "tp"), ("heads", "tp"),
+    """Where each label of a parameter lies before ZeRO: stages of the pipeline, and tensor parallelism."""
+    return Rules([("layers", "pp"), ("vocab", "tp"), ("heads", "tp"),
                   ("kv_heads", None if kv_replicated(run) else "tp"), ("ffn", "tp"),
                   ("width", None), ("head_dim", None), ("positions", None)])
 

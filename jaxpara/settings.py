@@ -105,6 +105,8 @@ def coerce(value, kind):
     """`value` (a Python value, or text from a command line) as the annotation `kind`; ValueError says what is legal."""
     if get_origin(kind) is Literal:
         return _choice(value, get_args(kind))
+    if get_origin(kind) is tuple:
+        return _list(value, get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
         options = get_args(kind)
         if NoneType in options and (value is None or str(value).lower() == "none"):
@@ -119,6 +121,15 @@ def coerce(value, kind):
             also = words * (get_origin(plain[0]) is not Literal) + ["none"] * (NoneType in options)
             raise ValueError(str(error) + (f" Also legal: {', '.join(also)}." if also else "")) from None
     return _plain(value, kind)
+
+
+def _list(value, kind):
+    """Numbers with commas between them, or a list of Python."""
+    parts = [part for part in value.split(",")] if isinstance(value, str) else value
+    try:
+        return tuple(_plain(part, kind) for part in parts)
+    except (TypeError, ValueError):
+        raise ValueError("needs whole numbers with commas between them, such as 3,2,2,1.") from None
 
 
 def _choice(value, options):

@@ -37,17 +37,21 @@ def check_random():
 
 def initial_value(placement, seed, dtype):
     """The stored array of one parameter: the same bits on every mesh. Drawn in float32, one key per parameter and layer; padding is 0."""
-    parameter, shape = placement.parameter, placement.parameter.shape
+    parameter = placement.parameter
+    shape = (*placement.shape[:parameter.stacked], *parameter.shape[parameter.stacked:])
     if parameter.init != "normal":
         value = jnp.full(shape, {"zeros": 0, "ones": 1}[parameter.init], dtype)
     else:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), np.uint32(zlib.crc32(parameter.name.encode())))
         draw = lambda key, shape: jax.random.normal(key, shape, jnp.float32) * parameter.std
         if parameter.stacked:
-            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
+            layers = jnp.asarray(placement.stack.rows)
+            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.maximum(layers, 0))
             value = jax.vmap(lambda key: draw(key, shape[1:]))(keys).astype(dtype)
         else:
             value = draw(key, shape).astype(dtype)
+    if parameter.stacked and placement.stack.padded:
+        value = jnp.where(jnp.asarray(placement.stack.rows).reshape(-1, *[1] * (value.ndim - 1)) >= 0, value, 0)
     return jnp.pad(value, [(0, stored - size) for stored, size in zip(placement.shape, shape)])
 
 
@@ -87,11 +91,13 @@ def to_single_device(arrays, placements):
     """{stored name: array} -> {dotted path: np.ndarray}: one entry per layer, no padding, as on one device."""
     single = {}
     for name, placement in placements.items():
-        whole = np.asarray(arrays[name])[tuple(slice(size) for size in placement.parameter.shape)]
-        if placement.parameter.stacked:
-            single.update({unstack(name, layer): piece for layer, piece in enumerate(whole)})
+        stacked = placement.parameter.stacked
+        unpadded = tuple(slice(size) for size in placement.parameter.shape[stacked:])
+        if stacked:
+            whole = np.asarray(arrays[name])
+            single.update({unstack(name, layer): whole[row][unpadded] for layer, row in enumerate(placement.stack.row_of)})
         else:
-            single[name] = whole
+            single[name] = np.asarray(arrays[name])[unpadded]
     return single
 
 
@@ -109,8 +115,10 @@ def from_single_device(single, placements):
             elif np.shape(single[path]) != shape[stacked:]:
                 wrong.append(f"Parameter {path} has shape {np.shape(single[path])}; the model needs {shape[stacked:]}.")
         if not wrong:
-            whole = np.stack([np.asarray(single[path]) for path in paths]) if stacked else np.asarray(single[name])
-            arrays[name] = np.pad(whole, [(0, stored - size) for stored, size in zip(placement.shape, shape)])
+            pieces = [np.asarray(single[path]) for path in paths]
+            fill = lambda piece: np.pad(piece, [(0, stored - size) for stored, size in zip(placement.shape[stacked:], shape[stacked:])])
+            rows = [fill(pieces[layer] if layer >= 0 else np.zeros_like(pieces[0])) for layer in placement.stack.rows] if stacked else None
+            arrays[name] = np.stack(rows) if stacked else fill(pieces[0])
     wrong += [f"Extra parameter {path}: the model has none of that name." for path in single if path not in expected]
     if wrong:
         raise ConfigError(*wrong[:10], *[f"… and {len(wrong) - 10} more."] * (len(wrong) > 10))

@@ -19,11 +19,13 @@ from jaxpara.batch import place_batch, slots, specs
 from jaxpara.config import resolve
 from jaxpara.data.order import inverse
 from jaxpara.errors import ConfigError
+from jaxpara.executors import circular, relay, scheduled
 from jaxpara.hlo.inspection import inspection
 from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import parameters
+from jaxpara.pipeline.placing import divergent
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
 from jaxpara.targets import compile_only, place
 from jaxpara.zero import placements
@@ -83,13 +85,15 @@ class Program:
         self.optimizer, self.schedule = optimizer(run), schedule(run)
         self.shardings = state_shardings(run, self.placements, mesh, self.optimizer)
         lowering = gradients.manual if run.parallel.lowering == "manual" else gradients.annotated
-        self._gradients = lowering(run, mesh, self.placements, self.model)
+        piped = {"make": scheduled if divergent(run) else circular} if run.mesh.pp > 1 else {}
+        self._gradients = lowering(run, mesh, self.placements, self.model, **piped)
         scalar = sharding(mesh, ())
         self._step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, scalar))
         self._init = jax.jit(lambda: initial_state(run, self.placements, self.optimizer), out_shardings=self.shardings)
         self._adopt = jax.jit(lambda params: initial_state(run, self.placements, self.optimizer, params), out_shardings=self.shardings)
         self._loss_and_grads = jax.jit(self._gradients)
-        self._logits = jax.jit(gradients.logits(run, mesh, self.placements, self.model))
+        through = relay(run, self.placements, self.model) if run.mesh.pp > 1 else None
+        self._logits = jax.jit(gradients.logits(run, mesh, self.placements, self.model, through))
 
     def _must_run(self):
         if not self.runs:

@@ -18,6 +18,7 @@ from math import prod
 
 from jaxpara.config import AXES, Mesh
 from jaxpara.params import Parameter, padded_vocab, parameters
+from jaxpara.pipeline.placing import Stack, stack
 from jaxpara.rules import kv_replicated, live, local_shape, parameter_rules, shards
 
 REPLICA_AXES = ("pp", "dp", "fsdp", "ep", "sp")
@@ -29,13 +30,14 @@ class Placement:
     """Where one parameter lives. Specs: a tuple per dim of axis names, live axes only."""
     parameter: Parameter
     mesh: Mesh
-    shape: tuple[int, ...]              # stored: the vocabulary padded to a multiple of tp
+    shape: tuple[int, ...]              # stored: the vocabulary padded to a multiple of tp, the layers in rows of `stack`
     base: tuple                         # by the rules, before ZeRO
     dim: int | None                     # the dim that ZeRO lengthens; None: nothing divides
     stages: dict[str, int]              # stage in force per live replica axis
     dropped: tuple[str, ...]            # axes whose stage could not be honoured since no dim divides
     tp_sum: bool                        # copies over tp see different tokens or heads: their gradients are summed over tp
     kv_slice: int | None                # dim of which a tp rank uses only its own KV head(s)
+    stack: Stack                        # which layer each row of a stacked parameter holds
     inner: int | None = None            # reduce-scatters over one larger axis go in two steps, the second among so many neighbours
 
     @property
@@ -71,14 +73,14 @@ class Placement:
 
 def placements(run):
     """{name: Placement} of every parameter of a resolved, checked run."""
-    return {parameter.name: place(parameter, run) for parameter in parameters(run.model)}
+    layers = stack(run)
+    return {parameter.name: place(parameter, run, layers) for parameter in parameters(run.model)}
 
 
-def place(parameter, run):
-    """The `Placement` of one parameter under a run's mesh, rules and ZeRO table."""
-    mesh = run.mesh
-    shape = tuple(padded_vocab(run.model, mesh) if label == "vocab" else size
-                  for label, size in zip(parameter.labels, parameter.shape))
+def place(parameter, run, layers):
+    """The `Placement` of one parameter under a run's mesh, rules and ZeRO table. layers: the run's `Stack`."""
+    mesh, stored = run.mesh, {"vocab": padded_vocab(run.model, run.mesh), "layers": len(layers.rows)}
+    shape = tuple(stored.get(label, size) for label, size in zip(parameter.labels, parameter.shape))
     base = live(parameter_rules(run).spec(parameter.labels), mesh)
     sharded = {axis for dim in base for axis in dim}
     wanted = {axis: getattr(run.parallel.zero, axis) for axis in mesh.live(REPLICA_AXES) if axis not in sharded}
@@ -91,7 +93,7 @@ def place(parameter, run):
             kept.pop()
     stages = {axis: stage if axis in kept else 0 for axis, stage in wanted.items()}
     return Placement(parameter, mesh, shape, base, dim, stages, tuple(ordered[len(kept):]),
-                     mesh.tp > 1 and "tp" not in sharded and tp_partial(parameter, run), kv_slice,
+                     mesh.tp > 1 and "tp" not in sharded and tp_partial(parameter, run), kv_slice, layers,
                      run.parallel.scatter_inner)
 
 

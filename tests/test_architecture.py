@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxpara").rglob("*.py"))
 
-ORDER = ["errors", "config", "params", "rules", "zero", "pipeline", "checks", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives",
-         "kernels", "optim", "model", "targets", "state", "batch", "context", "gradients", "step", "rundir", "train", "cli"]
+ORDER = ["errors", "config", "pipeline", "params", "rules", "zero", "checks", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives",
+         "kernels", "optim", "model", "targets", "state", "batch", "context", "gradients", "executors", "step", "rundir", "train", "cli"]
 """A module imports only from its own package and from those before it."""
 
 JAX_FREE = ["errors", "config", "params", "rules", "zero", "pipeline", "checks", "settings", "hf", "plan", "data", "report", "hlo"]

@@ -15,7 +15,8 @@ def is_parameter(node):
 
 
 def fill(module, values):
-    """A copy of `module` whose parameters hold values[name] (arrays, or any pytree per parameter)."""
+    """A copy of `module` whose parameters hold values[name] (arrays, or any pytree per parameter); those without a value keep their shapes."""
     structure, state = nnx.split(module)
-    filled = jax.tree.map(lambda variable: variable.replace(values[variable.get_metadata("path")]), state, is_leaf=is_parameter)
+    given = lambda variable: values.get(variable.get_metadata("path"), variable.get_value())
+    filled = jax.tree.map(lambda variable: variable.replace(given(variable)), state, is_leaf=is_parameter)
     return nnx.merge(structure, filled)

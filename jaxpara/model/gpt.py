@@ -38,11 +38,14 @@ class GPT(nnx.Module):
         if not model.tied:
             self.head = Head(table)
 
-    def hidden(self, tokens, ctx):
-        """int32 [b, s] -> [b, s, H] at a border, before the final norm."""
-        model = self.model
-        x = ctx.dropout(ctx.full(self.embedding)(tokens, ctx), EMBEDDING_SITE, 0)
-        rope = None
+    def embed(self, tokens, ctx):
+        """int32 [b, s] -> [b, s, H] at a border."""
+        return ctx.dropout(ctx.full(self.embedding)(tokens, ctx), EMBEDDING_SITE, 0)
+
+    def blocks(self, x, numbers, ctx, padded=False):
+        """x: [b, s, H] at a border, through the stacked layers at hand. numbers: int32, each layer's place in the model, for padding -1;
+        padded: whether there is any."""
+        model, rope = self.model, None
         if model.style == "llama":
             rope = rope_table(ctx.positions(), model.head_dim, model.rope_theta, jnp.promote_types(x.dtype, jnp.float32))
         structure, stacked = nnx.split(self.layers)
@@ -52,20 +55,36 @@ class GPT(nnx.Module):
             return ctx.full(nnx.merge(structure, stored))(x, number, rope, ctx.bind(rows))
 
         one_layer, shared = ctx.remat(one_layer), (rope, ctx.rows)
-        return lax.scan(lambda x, layer: (one_layer(x, *layer, shared), None), x, (stacked, jnp.arange(model.layers)))[0]
 
-    def output(self, tokens, ctx):
-        """int32 [b, s] -> (normed [b, s, H] inside a block, head weight [V, H] usable on this device)."""
-        x = ctx.enter(ctx.full(self.norm)(self.hidden(tokens, ctx)), "head")
+        def step(x, layer):
+            stored, number = layer
+            out = one_layer(x, stored, number, shared)
+            return jnp.where(number >= 0, out, x) if padded else out, None
+
+        return lax.scan(step, x, (stacked, numbers))[0]
+
+    def hidden(self, tokens, ctx):
+        """int32 [b, s] -> [b, s, H] at a border, before the final norm."""
+        return self.blocks(self.embed(tokens, ctx), jnp.arange(self.model.layers), ctx)
+
+    def output(self, x, ctx):
+        """[b, s, H] at a border, after the layers -> (normed [b, s, H] inside a block, head weight [V, H] usable on this device)."""
+        x = ctx.enter(ctx.full(self.norm)(x), "head")
         table = ctx.full(self.embedding).tokens if self.model.tied else ctx.full(self.head).weight
         return x, table[...]
 
     def loss(self, tokens, targets, ctx):
         """Summed next-token loss of this device's counted targets (-1: not counted). tokens, targets: int32 [b, s]."""
-        x, weight = self.output(tokens, ctx)
-        return ctx.cross_entropy(x, weight, targets)
+        return self.end(self.hidden(tokens, ctx), targets, ctx)
+
+    def end(self, x, targets, ctx):
+        """Final norm, head and summed loss. x: [b, s, H] at a border; targets: int32 [b, s] of the tokens inside a block."""
+        return ctx.cross_entropy(*self.output(x, ctx), targets)
 
     def logits(self, tokens, ctx):
         """int32 [b, s] -> [b, s, V_padded], split over tp by the rules."""
-        x, weight = self.output(tokens, ctx)
-        return jnp.einsum("bsh,vh->bsv", x, weight)
+        return self.predict(self.hidden(tokens, ctx), ctx)
+
+    def predict(self, x, ctx):
+        """[b, s, H] at a border, after the layers -> logits [b, s, V_padded]."""
+        return jnp.einsum("bsh,vh->bsv", *self.output(x, ctx))

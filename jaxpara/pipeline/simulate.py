@@ -104,7 +104,7 @@ class Memory:
 
     live: activations from F until the last op that uses them, B or, where backward is split, W: the papers' count.
     inputs: from F to B. slots: inputs of chunks from their arrival to B; those of the first chunk are the batch's and count from F.
-    gradients: output gradients from their arrival to B. pairs: from B to W, (input, output gradient) pairs of its matmuls; 0 without W.
+    gradients: output gradients from their arrival to B; those of the last chunk come from the loss, right after its F. pairs: from B to W, (input, output gradient) pairs of its matmuls; 0 without W.
     """
     live: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -128,7 +128,7 @@ def memory(schedule):
 
 def spans(schedule, begin, end):
     """{(micro-batch, chunk): (first tick, last tick)} in which something is kept. begin: "F" or "B", the tick of that op; "arrival" or
-    "gradient", the tick after the op that sends it. end: the tick of that op."""
+    "gradient", the tick after the op that sends it, or, of the last chunk, after the F whose loss it comes from. end: the tick of that op."""
     found, last = {}, len(schedule.placement) - 1
     for op, tick in schedule.tick_of.items():
         if op.kind != end:
@@ -138,11 +138,10 @@ def spans(schedule, begin, end):
         if begin == "arrival":
             first = at("F", chunk - 1) + 1 if chunk else at("F", 0)
         elif begin == "gradient":
-            first = at("B", chunk + 1) + 1 if chunk < last else None        # the last chunk's comes from the loss, in B itself
+            first = 1 + (at("B", chunk + 1) if chunk < last else at("F", last))
         else:
             first = at(begin, chunk)
-        if first is not None:
-            found[microbatch, chunk] = first, tick
+        found[microbatch, chunk] = first, tick
     return found
 
 

@@ -1,0 +1,112 @@
+"""The circular pipeline: one scan over ticks in which every stage does the same, differentiated as a whole.
+
+Micro-batch b goes round the stages v times; at tick t stage i does what entered t - i ticks before. A tick is: take what arrived (or, on
+the first stage, the next micro-batch, or one that waited for its next round), run one chunk, send it on. Between rounds the first
+stage keeps what came early. The backward pass is the scan's own, mirrored.
+
+Bubbles do run their chunk, on a real micro-batch's embedding, so that whatever the layers do stays finite; nobody reads what they give, and its
+gradient is zero.
+"""
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpara.collectives import match, shift, varying_axes, vary
+from jaxpara.executors.stage import Stage, gathered, inside, scattered
+from jaxpara.gradients import reduce_micro, rows_of
+from jaxpara.pipeline.placing import schedule
+
+
+def circular(run, placements, model, make_ctx):
+    """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced like those of
+    one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
+    seen = inside(run, placements)
+    stage = Stage(run, seen, model, make_ctx(seen))
+    dtype = run.precision.gradient(run.train.microbatches)
+    differentiate = jax.value_and_grad(partial(loss, stage))
+
+    def whole(weights, batch, step, scale):
+        usable = gathered(weights, placements) if run.parallel.gather_once else weights
+        sinks = {name: sink(value, seen[name], dtype) for name, value in usable.items()}
+        total, gradients = differentiate(sinks, usable, batch, step, scale)
+        outside = {name: reduce_micro(gradients[name], seen[name]) for name in stage.outside}
+        gradients = {**gradients, **outside}
+        return total, scattered(gradients, placements) if run.parallel.gather_once else gradients
+
+    return whole
+
+
+def sink(value, placement, dtype):
+    """Zeros where a parameter's gradient comes out: of a layer's, sharded over the axes of ZeRO-2 too, since every tick scatters."""
+    shape = list(value.shape)
+    if placement.parameter.stacked and placement.axes(2):
+        shape[placement.dim] //= lax.axis_size(placement.axes(2))
+    return vary(jnp.zeros(shape, dtype), varying_axes(value))
+
+
+def loss(stage, sinks, weights, batch, step, scale):
+    """Summed loss · scale of all micro-batches; this stage's part of it."""
+    m = stage.run.train.microbatches
+    flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
+    embedded = stage.ends(weights, sinks).embed(flat["tokens"], stage.ctx.bind(rows_of(flat, stage.run, step)))
+    embedded = embedded.reshape(m, -1, *embedded.shape[1:])
+    out = ticks(stage, sinks, weights, batch, step, embedded)
+    return stage.loss(out, batch["targets"], weights, sinks) * scale
+
+
+def ticks(stage, sinks, weights, batch, step, embedded):
+    """embedded: [m, b, s, H] at a border -> the same of the last layer, right on the last stage."""
+    run = stage.run
+    p, m, rounds = run.mesh.pp, run.train.microbatches, stage.numbers.shape[1]
+    turn, count = max(m, p), schedule(run).forward_ticks
+    pairs = [(i, (i + 1) % p) for i in range(p if rounds > 1 else p - 1)]
+    first = stage.rank == 0
+    waits = rounds > 1 and m > p
+
+    def chunk(x, weights, sinks, index, microbatch):
+        own = {name: whole_sink(value, stage.placements[name]) for name, value in stage.chunk_of(sinks, index).items()}
+        return stage.through(x, stage.chunk_of(weights, index), own, index, stage.rows(batch, microbatch, step))
+
+    if run.parallel.remat_tick:
+        chunk = jax.checkpoint(chunk, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+
+    def tick(carry, now):
+        (arrived, waiting), (t, fresh) = carry, now
+        turns, microbatch = jnp.divmod(t - stage.rank, turn)
+        active = (t >= stage.rank) & (turns < rounds) & (microbatch < m)
+        microbatch, index = jnp.clip(microbatch, 0, m - 1), jnp.clip(turns, 0, rounds - 1)
+        if waits:
+            slot = (t - p) % turn
+            keep = lax.dynamic_index_in_dim(waiting, jnp.minimum(slot, m - 1), keepdims=False)
+            waiting = lax.dynamic_update_index_in_dim(waiting, jnp.where((t >= p) & (slot < m), arrived, keep), jnp.minimum(slot, m - 1), 0)
+            arrived = jnp.where(first, lax.dynamic_index_in_dim(waiting, microbatch, keepdims=False), arrived)
+        x = jnp.where(first & (turns == 0), fresh, arrived)
+        out = hand_on(chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, index, microbatch), active)
+        return (shift(out, "pp", pairs, "border.send"), waiting), out
+
+    filler = jnp.broadcast_to(lax.stop_gradient(embedded[:1]), (count - m, *embedded.shape[1:]))
+    empty = match(jnp.zeros(embedded.shape[1:], embedded.dtype), embedded, stage.rank)
+    waiting = match(jnp.zeros((m if waits else 0, *empty.shape), empty.dtype), empty)
+    _, outs = lax.scan(tick, (empty, waiting), (jnp.arange(count), jnp.concatenate([embedded, filler])))
+    return outs[count - m:]
+
+
+def hand_on(out, active):
+    """What a stage sends. In a bubble (not active) nobody reads it, so it is sent as it is."""
+    return out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def whole_sink(value, placement):
+    """Zeros of the shape that a layer's gradient has before it is scattered over the axes of ZeRO-2 / that scatter, in every tick."""
+    if not placement.axes(2):
+        return value
+    shape = list(value.shape)
+    shape[placement.dim] *= lax.axis_size(placement.axes(2))
+    return match(jnp.zeros(shape, value.dtype), value)
+
+
+whole_sink.defvjp(lambda value, placement: (whole_sink(value, placement), None),
+                  lambda placement, _, cotangent: (reduce_micro(cotangent, placement),))
