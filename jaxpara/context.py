@@ -18,10 +18,11 @@ from flax import nnx
 from jax import lax
 
 from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.collectives import copy_in, gather, match, scatter, scatter_in_steps, sum_out, sum_over, vary
+from jaxpara.collectives import copy_in, gather, match, rotate, scatter, scatter_in_steps, shift, sum_out, sum_over, vary
 from jaxpara.kernels import cross_entropy, local, ring, ulysses
 from jaxpara.mesh import partition
 from jaxpara.rules import activation_rules, live
+from jaxpara.taps import Tap, Tapped, Teller
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "sink"], meta_fields=["name"])
@@ -46,14 +47,14 @@ class Rows(NamedTuple):
     key: jax.Array | None   # random key of this step; None: no dropout
 
 
-def attention_kernel(run):
-    """The `Kernel` for a run's sp_kind, for one device's heads and slots."""
+def attention_kernel(run, move=shift):
+    """The `Kernel` for a run's sp_kind, for one device's heads and slots. move: how a ring sends, `shift` or `rotate`."""
     window, sp, inner = run.model.window, run.mesh.sp, ulysses_degree(run)
     if sp == 1:
         return ring.whole(window)
     if run.parallel.sp_kind == "allgather":
         return ring.allgather("sp", window)
-    inside = ring.ring("sp", ring_degree(run), inner, window) if ring_degree(run) > 1 else ring.whole(window)
+    inside = ring.ring("sp", ring_degree(run), inner, window, move=move) if ring_degree(run) > 1 else ring.whole(window)
     kv_heads = max(run.model.kv_heads // run.mesh.tp, 1)
     return inside if inner == 1 else ulysses.ulysses("sp", sp, inner, kv_heads, inside)
 
@@ -156,13 +157,28 @@ def save_all_but_gathers(primitive, *_, **__):
 class ManualCtx(Ctx):
     """Inside `shard_map`: arrays are one device's pieces."""
 
-    def gather_parameter(self, stored):
-        placement = self.placements[stored.name]
+    def __init__(self, run, placements, rows=None, grouped=False):
+        """grouped: this code stands where not all devices of the mesh take part, so that attention must not use permutes (XLA:CPU mixes up
+        their partners there)."""
+        super().__init__(run, placements, rows)
+        self.grouped = grouped
+
+    def how(self, name, dtype):
+        """`GatherOf` of a parameter, one layer of it if it is stacked. dtype: of its gradient."""
+        placement = self.placements[name]
         axes, stacked = placement.axes(3), placement.parameter.stacked
         dim = placement.dim - stacked if axes else None
         kv = None if placement.kv_slice is None else (placement.kv_slice - stacked, self.run.model.kv_heads, self.run.mesh.tp)
-        how = GatherOf(axes, dim, kv, stored.sink.dtype, stored.name, placement.inner)
-        return _gather_parameter(stored.value, stored.sink, how)
+        return GatherOf(axes, dim, kv, dtype, name, placement.inner)
+
+    def gather_parameter(self, stored):
+        if isinstance(stored.sink, (Tap, Teller)):
+            return Tapped(_gather_forward(lax.stop_gradient(stored.value), None, self.how(stored.name, None))[0], stored.sink)
+        return _gather_parameter(stored.value, stored.sink, self.how(stored.name, stored.sink.dtype))
+
+    def scatter_parameter(self, gradient, name, dtype):
+        """The piece that this device keeps of the gradient of a gathered weight: what the backward pass of `gather_parameter` does."""
+        return _gather_backward(self.how(name, dtype), None, gradient)[1]
 
     def sequence(self, x, border=False):
         """This device's slots of x [b, S]: of its sp shard, and at a border of its part of that."""
@@ -192,7 +208,7 @@ class ManualCtx(Ctx):
 
     def attention(self, query, key, value):
         """[b, s, heads, d] of this device's heads and slots -> the same shape as query."""
-        kernel = attention_kernel(self.run)
+        kernel = attention_kernel(self.run, rotate if self.grouped else shift)
         return differentiable(*kernel)(query, key, value, self.rows.positions, self.rows.segments)
 
     def cross_entropy(self, x, weight, targets):

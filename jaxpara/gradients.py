@@ -11,6 +11,7 @@ from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
 from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
+from jaxpara.pipeline.placing import divergent
 from jaxpara.rules import activation_rules
 from jaxpara.rules import live as live_spec
 
@@ -89,7 +90,8 @@ def manual(run, mesh, placements, model, make=one_device):
     precision, live = run.precision, run.mesh.live
     scale, replicas = precision.loss_scale or 1.0, varying_over(placements, live)
     wide = jnp.promote_types(precision.compute, jnp.float32)
-    whole = make(run, placements, model, partial(ManualCtx, run))
+    grouped = divergent(run) and mesh.devices.flat[0].platform == "cpu"
+    whole = make(run, placements, model, partial(ManualCtx, run, grouped=grouped))
 
     def on_device(params, batch, step):
         weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxpara").rglob("*.py"))
 
-ORDER = ["errors", "config", "pipeline", "params", "rules", "zero", "checks", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives",
+ORDER = ["errors", "config", "pipeline", "params", "rules", "zero", "checks", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives", "taps",
          "kernels", "optim", "model", "targets", "state", "batch", "context", "gradients", "executors", "step", "rundir", "train", "cli"]
 """A module imports only from its own package and from those before it."""
 

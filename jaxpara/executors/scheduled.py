@@ -1,3 +1,198 @@
-"""Any legal pipeline table in one program."""
+"""Any legal pipeline table in one program: a scan over its ticks, a switch on what this stage does, exchanges outside the switch.
+
+In a tick every stage does its own op: nothing, F, B or W. F keeps the chunk's input only; B runs the chunk again from it and pulls the output
+gradient back through it; where the table splits the backward pass, B leaves (input, output gradient) pairs for W (`jaxpara.taps`). What all stages
+do together stands outside the switch, and in the ticks that need it only: looking up a micro-batch that begins, taking the loss of one that
+leaves the last chunk, summing the embedding's gradient of one that is through, and sending.
+"""
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpara.collectives import match, shift, varying_axes, vary
+from jaxpara.executors.stage import Stage, gathered, inside, scattered
+from jaxpara.gradients import reduce_micro
+from jaxpara.pipeline.lockstep import tables
+from jaxpara.pipeline.placing import schedule
+from jaxpara.taps import Note, Teller, weight_gradient
+
+
 def scheduled(run, placements, model, make_ctx):
-    raise NotImplementedError
+    """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced by
+    `gradients.reduce_micro`. make_ctx: placements -> `ManualCtx`."""
+    seen = inside(run, placements)
+    stage, table = Stage(run, seen, model, make_ctx(seen)), tables(schedule(run))
+
+    def whole(weights, batch, step, scale):
+        usable = gathered(weights, placements) if run.parallel.gather_once else weights
+        machine = Machine(stage, table, usable, batch, step, scale)
+        state, _ = lax.scan(machine.tick, machine.start(), machine.rows())
+        gradients = state["gradients"]
+        return state["loss"], scattered(gradients, placements) if run.parallel.gather_once else gradients
+
+    return whole
+
+
+class Machine:
+    """One device's ticks. Its state: slots (chunk inputs), cotangents (chunk output gradients), pairs (for W), gradients, loss."""
+
+    def __init__(self, stage, table, weights, batch, step, scale):
+        self.stage, self.table, self.weights, self.batch, self.step, self.scale = stage, table, weights, batch, step, scale
+        self.dtype = stage.run.precision.gradient(stage.run.train.microbatches)
+        self.border = jax.eval_shape(lambda: self.embed(0, self.sinks(stage.outside)))
+        self.matrices = tuple(name for name in stage.layers if stage.placements[name].parameter.matrix) if table.pairs else ()
+        self.note = Note()
+        if self.matrices:
+            jax.eval_shape(self.noted)
+
+    def noted(self):
+        """A chunk that tells the note of its matmuls."""
+        x, own = self.empty(1)[0], self.stage.chunk_of(self.weights, 0)
+        sinks = {**self.sinks(self.stage.layers, own), **{name: Teller(name, self.note) for name in self.matrices}}
+        return self.stage.through(x, own, sinks, 0, self.stage.rows(self.batch, 0, self.step))
+
+    def sinks(self, names, like=None):
+        """{name: zeros where its gradient comes out}, shaped like `like`, by default all that this device has of it."""
+        like = self.weights if like is None else like
+        return {name: vary(jnp.zeros(like[name].shape, self.dtype), varying_axes(like[name])) for name in names}
+
+    def empty(self, count):
+        """Zeros for `count` activations at a border."""
+        return vary(jnp.zeros((count, *self.border.shape), self.border.dtype), (*varying_axes(self.border), "pp"))
+
+    def start(self):
+        """The state before the first tick."""
+        kept = lambda name, value: reduce_like(value, self.stage.placements[name], self.dtype)
+        gradients = {name: kept(name, value) for name, value in self.weights.items()}
+        pairs = self.note.taps(self.matrices, self.stage.length)
+        pairs = jax.tree.map(lambda zeros: jnp.broadcast_to(zeros, (self.table.pairs, *zeros.shape)), pairs)
+        loss = vary(jnp.zeros((), self.scale.dtype), (*varying_axes(self.batch["targets"]), "pp"))
+        return {"slots": self.empty(self.table.slots), "cotangents": self.empty(self.table.gradients), "pairs": pairs,
+                "gradients": gradients, "loss": loss}
+
+    def rows(self):
+        """What the scan reads: this stage's column of each table, and what is common to all."""
+        table, column = self.table, lambda array: jnp.asarray(array)[:, self.stage.rank]
+        own = {name: column(getattr(table, name)) for name in ("op", "microbatch", "chunk", "input", "gradient", "pair")}
+        common = {name: jnp.asarray(getattr(table, name)) for name in ("begins", "ends", "losses", "kept")}
+        hops = [(jnp.asarray(hop.sends), column(hop.activation), column(hop.gradient)) for hop in table.hops]
+        return {**own, **common, "hops": hops}
+
+    def tick(self, state, now):
+        """One row of the table."""
+        state = when(now["begins"] >= 0, "pipeline.begin", self.begin, state, now)
+        branches = [self.idle, self.forward, self.backward] + [self.weight] * bool(self.matrices)
+        operands = {name: state[name] for name in ("gradients", "pairs")}
+        message, changed = lax.switch(now["op"], [scoped(branch, state, now) for branch in branches], operands)
+        state = {**state, **changed}
+        state = when(now["losses"] >= 0, "pipeline.loss", self.take_loss, state, now, message)
+        state = when(now["ends"] >= 0, "pipeline.end", self.end, state, now, message)
+        for hop, (sends, activation, gradient) in zip(self.table.hops, now["hops"]):
+            arrived = message
+            if any(source != target for source, target in hop.pairs):
+                send = lambda message: shift(message, "pp", hop.pairs, "border.send")
+                arrived = lax.cond(sends, send, lambda message: message, message)
+            for name, slot, used in (("slots", activation, hop.activation), ("cotangents", gradient, hop.gradient)):
+                if (used >= 0).any():
+                    state = {**state, name: put(state[name], arrived, slot)}
+        return state, None
+
+    def idle(self, state, now, operands):
+        return self.empty(1)[0], operands
+
+    def forward(self, state, now, operands):
+        x, own = at(state["slots"], now["input"]), self.stage.chunk_of(self.weights, now["chunk"])
+        rows = self.stage.rows(self.batch, now["microbatch"], self.step)
+        return self.stage.through(x, own, self.sinks(self.stage.layers, own), now["chunk"], rows), operands
+
+    def backward(self, state, now, operands):
+        stage, x, own = self.stage, at(state["slots"], now["input"]), self.stage.chunk_of(self.weights, now["chunk"])
+        rows = stage.rows(self.batch, now["microbatch"], self.step)
+        sinks = {**self.sinks([name for name in stage.layers if name not in self.matrices], own), **self.note.taps(self.matrices, stage.length)}
+        _, pull = jax.vjp(lambda x, sinks: stage.through(x, own, sinks, now["chunk"], rows), x, sinks)
+        message, found = pull(at(state["cotangents"], now["gradient"]))
+        pairs = {name: found.pop(name) for name in self.matrices}
+        pairs = jax.tree.map(lambda buffer, pair: lax.dynamic_update_index_in_dim(buffer, pair, now["pair"], 0), operands["pairs"], pairs)
+        return message, {"gradients": self.add(operands["gradients"], found, now["chunk"]), "pairs": pairs}
+
+    def weight(self, state, now, operands):
+        """The weight gradients that B left, one layer at a time."""
+        owners = self.note.owners(self.matrices)
+
+        def layer(_, pairs):
+            one = lambda name: weight_gradient(self.note.told[name][0], pairs[owners[name]].x, pairs[name].out)
+            return None, {name: self.stage.ctx.scatter_parameter(one(name), name, self.dtype) for name in self.matrices}
+
+        _, found = lax.scan(layer, None, jax.tree.map(lambda buffer: at(buffer, now["pair"]), operands["pairs"]))
+        return self.empty(1)[0], {**operands, "gradients": self.add(operands["gradients"], found, now["chunk"])}
+
+    def add(self, gradients, found, chunk):
+        """`gradients` with those of one micro-batch added; chunk: whose rows of the layers they are, None outside the layers."""
+        summed, size = dict(gradients), self.stage.length
+        for name, gradient in found.items():
+            gradient, total = reduce_micro(gradient, self.stage.placements[name]), gradients[name]
+            if total.shape != gradient.shape:
+                gradient += lax.dynamic_slice_in_dim(total, chunk * size, size)
+                summed[name] = lax.dynamic_update_slice_in_dim(total, gradient, chunk * size, 0)
+            else:
+                summed[name] = total + gradient
+        return summed
+
+    def embed(self, microbatch, sinks):
+        """[b, s, H] at a border, of one micro-batch's tokens."""
+        tokens = lax.dynamic_index_in_dim(self.batch["tokens"], microbatch, keepdims=False)
+        return self.stage.ends(self.weights, sinks).embed(tokens, self.stage.ctx.bind(self.stage.rows(self.batch, microbatch, self.step)))
+
+    def begin(self, state, now):
+        """A micro-batch enters the first chunk."""
+        x = self.embed(now["begins"], self.sinks(self.stage.outside))
+        return {**state, "slots": put(state["slots"], x, jnp.where(self.stage.rank == self.table.first, now["input"], -1))}
+
+    def take_loss(self, state, now, message):
+        """A micro-batch has left the last chunk: its loss, the gradients of norm and head, and the gradient of its output."""
+        targets = lax.dynamic_index_in_dim(self.batch["targets"], now["losses"], keepdims=False)
+        loss = lambda x, sinks: self.stage.loss(x, targets, self.weights, sinks) * self.scale
+        value, (dx, found) = jax.value_and_grad(loss, argnums=(0, 1))(message, self.sinks(self.stage.outside))
+        slot = jnp.where(self.stage.rank == self.table.last, now["kept"], -1)
+        return {**state, "loss": state["loss"] + value, "gradients": self.add(state["gradients"], found, None),
+                "cotangents": put(state["cotangents"], dx, slot)}
+
+    def end(self, state, now, message):
+        """A micro-batch is through the backward pass of the first chunk: the embedding's gradient."""
+        _, pull = jax.vjp(lambda sinks: self.embed(now["ends"], sinks), self.sinks(self.stage.outside))
+        found, = pull(jnp.where(self.stage.rank == self.table.first, message, 0))
+        return {**state, "gradients": self.add(state["gradients"], found, None)}
+
+
+def reduce_like(value, placement, dtype):
+    """Zeros for the sum of what `reduce_micro` leaves of a parameter's gradients."""
+    shape = list(value.shape)
+    if placement.axes(2):
+        shape[placement.dim] //= lax.axis_size(placement.axes(2))
+    return vary(jnp.zeros(shape, dtype), varying_axes(value))
+
+
+def scoped(branch, state, now):
+    """A branch of the switch, named in the compiled program."""
+    def run(operands):
+        with jax.named_scope(f"pipeline.{branch.__name__}"):
+            message, changed = branch(state, now, operands)
+            return message, jax.tree.map(lambda new, old: match(new, old), changed, operands)
+    return run
+
+
+def when(condition, scope, do, state, *arguments):
+    """`do(state, …)` in the ticks for which `condition`, the same on all stages, holds."""
+    def taken(state):
+        with jax.named_scope(scope):
+            return do(state, *arguments)
+    return lax.cond(condition, taken, lambda state: state, state)
+
+
+def at(buffer, slot):
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+
+
+def put(buffer, value, slot):
+    """`buffer` with `value` in `slot`; unchanged where slot is -1."""
+    return lax.dynamic_update_index_in_dim(buffer, jnp.where(slot >= 0, value, at(buffer, slot)), jnp.maximum(slot, 0), 0)

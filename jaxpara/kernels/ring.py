@@ -55,8 +55,8 @@ def whole(window=None, limit=local.BLOCK):
     return Kernel(forward, backward)
 
 
-def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
-    """Kernel for a ring of `n` devices on mesh axis `axis`; with `inner` > 1, of every inner-th device (hybrid)."""
+def ring(axis, n, inner=1, window=None, limit=local.BLOCK, move=shift):
+    """Kernel for a ring of `n` devices on mesh axis `axis`; with `inner` > 1, of every inner-th device (hybrid). move: how it sends."""
     pairs = [(g * inner + j, (g + 1) % n * inner + j) for g in range(n) for j in range(inner)]
 
     def view(positions, segments, length):
@@ -76,7 +76,7 @@ def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
 
         def one_hop(carry, hop):
             state, key, value = carry
-            following = shift((key, value), axis, pairs, "ring.forward")
+            following = move((key, value), axis, pairs, "ring.forward")
             return (see(state, key, value, hop), *following), None
 
         acc = local.wide(query.dtype)
@@ -96,15 +96,15 @@ def ring(axis, n, inner=1, window=None, limit=local.BLOCK):
 
         def one_hop(carry, hop):
             grads, key, value = carry
-            following = shift((key, value), axis, pairs, "ring.backward")
+            following = move((key, value), axis, pairs, "ring.backward")
             dq, dk, dv = see(grads, key, value, hop)
-            return ((dq, *shift((dk, dv), axis, pairs, "ring.gradient")), *following), None
+            return ((dq, *move((dk, dv), axis, pairs, "ring.gradient")), *following), None
 
         first = match((local.heads_first(key), local.heads_first(value)), key, value, rank)
         zeros = tuple(jnp.zeros(x.shape, local.wide(query.dtype)) for x in (pull.query, *first))
         (grads, last_key, last_value), _ = lax.scan(one_hop, (match(zeros, query, key, value, cotangent, *query_at), *first), jnp.arange(n - 1))
         dq, dk, dv = see(grads, last_key, last_value, n - 1)
-        return pull.back(dq, *shift((dk, dv), axis, pairs, "ring.gradient"))
+        return pull.back(dq, *move((dk, dv), axis, pairs, "ring.gradient"))
 
     return Kernel(forward, backward)
 

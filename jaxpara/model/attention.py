@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpara.model.declare import declare
 from jaxpara.model.norm import rms
 from jaxpara.model.rope import rotate
+from jaxpara.taps import matmul
 
 
 class Attention(nnx.Module):
@@ -23,7 +24,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x, rope, ctx):
         """x: [b, s, H], inside a block (see `Ctx.enter`). Returns [b, s, H], summed over heads by `Ctx.exit`; without the output bias."""
-        project = lambda weight: checkpoint_name(jnp.einsum("bsh,hnd->bsnd", x, weight[...]), "matmul")
+        project = lambda weight: checkpoint_name(matmul("bsh,hnd->bsnd", x, weight), "matmul")
         query, key, value = project(self.query), project(self.key), project(self.value)
         if self.biased:
             query, key, value = query + self.query_bias[...], key + self.key_bias[...], value + self.value_bias[...]
@@ -32,7 +33,7 @@ class Attention(nnx.Module):
         if rope is not None:
             query, key = rotate(query, rope), rotate(key, rope)
         heads = ctx.attention(query, key, value)
-        return jnp.einsum("bsnd,ndh->bsh", heads, self.output[...])
+        return matmul("bsnd,ndh->bsh", heads, self.output)
 
     def norm_heads(self, heads, scale):
         wide = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))

@@ -1,11 +1,11 @@
 """Feed-forward: GELU with biases (GPT-2) or SwiGLU (Llama). Column-parallel, then row-parallel."""
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.collectives import recomputed
 from jaxpara.model.declare import declare
+from jaxpara.taps import matmul
 
 
 @recomputed
@@ -29,13 +29,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x, ctx):
         """x: [b, s, H], inside a block. Returns [b, s, H], summed over the inner width by `Ctx.exit`; without the down bias."""
-        project = lambda weight: checkpoint_name(jnp.einsum("bsh,hf->bsf", x, weight[...]), "matmul")
+        project = lambda weight: checkpoint_name(matmul("bsh,hf->bsf", x, weight), "matmul")
         inner = project(self.up)
         if self.gated:
             inner = swiglu(project(self.gate), inner)
         else:
             inner = gelu(inner + self.up_bias[...])
-        return jnp.einsum("bsf,fh->bsh", inner, self.down[...])
+        return matmul("bsf,fh->bsh", inner, self.down)
 
     def bias(self, x):
         """Add the down bias: once, after the inner width is summed."""

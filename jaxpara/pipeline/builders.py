@@ -140,27 +140,28 @@ def default_chunks(kind):
 
 
 def wrong(kind, stages, microbatches, chunks=None, names=NAMES):
-    """Yield why there is no such schedule. names: what the caller calls the three numbers, e.g. ("mesh.pp", "train.microbatches",
-    "parallel.chunks")."""
+    """Yield why there is no such schedule. names: what the caller calls the three numbers and, if it has a name for it, the kind, e.g.
+    ("mesh.pp", "train.microbatches", "parallel.chunks", "parallel.schedule")."""
     if kind not in KINDS:
-        yield f"schedule = {kind} is unknown. Legal: {', '.join(KINDS)}."
+        yield f"{names[3] if names[3:] else 'schedule'} = {kind} is unknown. Legal: {', '.join(KINDS)}."
         return
+    said = f"{names[3]} = {kind}" if names[3:] else kind
     named = list(zip(names, (stages, microbatches, chunks if chunks is not None else default_chunks(kind))))
     low = [f"{name} = {value} must be greater than 0. Legal: 1 or more." for name, value in named if value < 1]
     (p_name, p), (m_name, m), (v_name, v) = named
     only = KINDS[kind].chunks
     yield from low
     if only and v != only and v > 0:
-        yield f"{v_name} = {v}: {kind} has {only} chunk{'s' * (only > 1)} per stage. Legal: {only} (interleaved and circular take any number)."
+        yield f"{v_name} = {v}: {said} has {only} chunk{'s' * (only > 1)} per stage. Legal: {only} (interleaved and circular take any number)."
     elif not low and p * m * v > LARGEST:
         yield f"{p_name} · {m_name} · {v_name} = {p * m * v:,} micro-batch chunks are too many for a table. Legal: up to {LARGEST:,}."
     elif not low and kind == "interleaved" and m % p:
         near = [m // p * p] * (m > p) + [(m // p + 1) * p]
         at = ", ".join(f"{n} (bubble {100 * bubble_fraction(kind, p, n, v):.1f} %)" for n in near)
-        yield (f"{m_name} = {m} is not a multiple of {p_name} = {p}: interleaved sends micro-batches through each chunk in groups of {p}. "
+        yield (f"{m_name} = {m} is not a multiple of {p_name} = {p}: {said} sends micro-batches through each chunk in groups of {p}. "
                f"Nearest: {at}.")
     elif not low and not KINDS[kind].any_m and m < p:
-        yield (f"{m_name} = {m} is less than {p_name} = {p}: {kind} needs a micro-batch for every stage, or its warm-up has nothing to fill it. "
+        yield (f"{m_name} = {m} is less than {p_name} = {p}: {said} needs a micro-batch for every stage, or its warm-up has nothing to fill it. "
                f"Legal: {p} or more (bubble {100 * bubble_fraction(kind, p, p, v):.1f} % at {p}); gpipe, 1f1b, circular take any number.")
 
 

@@ -1,13 +1,15 @@
 """A run's pipeline: its schedule, and which layer each row of the stacked parameters holds. No JAX."""
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from jaxpara.pipeline.builders import build
+from jaxpara.errors import ConfigError
+from jaxpara.pipeline.builders import KINDS, build, wrong
 from jaxpara.pipeline.layers import split_layers
 from jaxpara.pipeline.table import read
 
-SETTINGS = ("mesh.pp", "train.microbatches", "parallel.chunks")
-"""What a run calls stages, micro-batches and chunks."""
+SETTINGS = ("mesh.pp", "train.microbatches", "parallel.chunks", "parallel.schedule")
+"""What a run calls stages, micro-batches, chunks and the kind of schedule."""
 
 LAYER_SETTINGS = ("model.layers", "mesh.pp", "parallel.chunks", "parallel.layers_per_stage")
 """What a run calls layers, stages, chunks and the layers of each."""
@@ -19,13 +21,68 @@ def divergent(run):
 
 
 def schedule(run):
-    """The `Schedule` of a run with mesh.pp > 1. Raises ConfigError if there is none."""
-    return _schedule(run.mesh.pp, run.train.microbatches, run.parallel.schedule, run.parallel.chunks, run.parallel.schedule_file)
+    """The `Schedule` of a run with mesh.pp > 1. ConfigError with everything wrong with it if there is none."""
+    file = run.parallel.schedule_file
+    if file is None:
+        return _built(run.parallel.schedule, run.mesh.pp, run.train.microbatches, run.parallel.chunks)
+    try:
+        state = Path(file).stat()
+    except OSError:
+        state = None        # `read` says why
+    table = _read(file, state and (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
+    if faults := list(_misfits(table, run)):
+        raise ConfigError(*faults)
+    return table
 
 
 @cache
-def _schedule(stages, microbatches, kind, chunks, file):
-    return read(file) if file else build(kind, stages, microbatches, chunks, SETTINGS)
+def _built(kind, stages, microbatches, chunks):
+    return build(kind, stages, microbatches, chunks, SETTINGS)
+
+
+@cache
+def _read(file, state):
+    """state: what tells this file from another of the same name, and from itself before it was edited."""
+    try:
+        return read(file)
+    except ConfigError as error:
+        raise ConfigError(*(f"parallel.schedule_file = {violation}" for violation in error.violations)) from None
+
+
+def _misfits(table, run):
+    """Yield where a table from a file and the run's numbers differ."""
+    p, m, v, file = run.mesh.pp, run.train.microbatches, run.parallel.chunks, f"parallel.schedule_file = {run.parallel.schedule_file}"
+    if p != table.stages:
+        fits = f"{table.stages}, or " * (table.stages > 1)
+        yield f"mesh.pp = {p} does not fit {file}, which has {counted(table.stages, 'stage')}. Legal: {fits}a table of {p} stages."
+    if m != table.microbatches:
+        yield (f"train.microbatches = {m} does not fit {file}, which has {counted(table.microbatches, 'micro-batch', 'es')}. "
+               f"Legal: {table.microbatches}, or a table of {m}.")
+    if v not in (None, table.chunks):
+        yield (f"parallel.chunks = {v} does not fit {file}, which has {counted(table.chunks, 'chunk')} per stage. "
+               f"Legal: {table.chunks}, or none: the table says it.")
+
+
+def counted(number, word, plural="s"):
+    """1 stage, 2 stages."""
+    return f"{number} {word}{plural * (number != 1)}"
+
+
+def faults(run):
+    """Yield why a run with mesh.pp > 1 cannot have its schedule, or else its layers."""
+    given, layers = run.parallel.layers_per_stage, run.model.layers
+    try:
+        schedule(run)
+    except ConfigError as error:
+        yield from error.violations
+        if given is not None and sum(given) != layers:      # wrong whatever the schedule
+            yield (f"parallel.layers_per_stage = {','.join(map(str, given))} must add up to model.layers = {layers} (adds up to {sum(given)}). "
+                   f"Legal: numbers that add up to {layers}.")
+        return
+    try:
+        stack(run)
+    except ConfigError as error:
+        yield from error.violations
 
 
 @dataclass(frozen=True)
@@ -57,7 +114,8 @@ def stack(run):
 
 @cache
 def _stack(table, layers, given):
-    split = split_layers(layers, table.stages, table.chunks, placement=table.placement, given=given, names=LAYER_SETTINGS)
+    fits = lambda p, v: p > 1 and table.kind in KINDS and not any(wrong(table.kind, p, table.microbatches, v))
+    split = split_layers(layers, table.stages, table.chunks, placement=table.placement, given=given, names=LAYER_SETTINGS, fits=fits)
     length = max(map(len, split.values()))
     rows = []
     for stage in range(table.stages):

@@ -104,7 +104,8 @@ class Memory:
 
     live: activations from F until the last op that uses them, B or, where backward is split, W: the papers' count.
     inputs: from F to B. slots: inputs of chunks from their arrival to B; those of the first chunk are the batch's and count from F.
-    gradients: output gradients from their arrival to B; those of the last chunk come from the loss, right after its F. pairs: from B to W, (input, output gradient) pairs of its matmuls; 0 without W.
+    gradients: output gradients from their arrival to B; those of the last chunk come from the loss, right after its F.
+    pairs: from B to W, (input, output gradient) pairs of its matmuls; 0 without W.
     """
     live: tuple[int, ...]
     inputs: tuple[int, ...]

@@ -36,6 +36,8 @@ def kind_text(kind):
     """An annotation in words: "a | b", "whole number", "none"."""
     if get_origin(kind) is Literal:
         return " | ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "whole numbers with commas"
     if get_origin(kind) in (Union, UnionType):
         return " | ".join(kind_text(option) for option in get_args(kind))
     return {bool: "true | false", int: "whole number", float: "number", str: "text", NoneType: "none"}[kind]
