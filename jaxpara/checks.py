@@ -5,18 +5,23 @@ legal values.
 """
 import re
 from dataclasses import replace
+from functools import cache
 from math import lcm
 from pathlib import Path
 
-from jaxpara.config import BATCH_AXES, BYTES, AXES, Run, fill_auto, resolve, settings_of
+from jaxpara.config import AXES, BATCH_AXES, BYTES, Run, fill_auto, resolve, settings_of
 from jaxpara.errors import ConfigError
 from jaxpara.params import padded_vocab
-from jaxpara.pipeline.placing import stack
-
+from jaxpara.pipeline import KINDS, placing, simulate
+from jaxpara.pipeline.formulas import bubble_fraction
+from jaxpara.zero import REPLICA_AXES
 
 DERIVED = {"model.kv_heads": ("model.heads",), "model.head_dim": ("model.width", "model.heads"), "model.ffn": ("model.width",),
            "model.max_positions": ("train.seq",)}
 """What `config.resolve` derives a setting from: a derived value is as wrong as its source, which alone is reported."""
+
+UNTIL_FILLED = ("parallel.scatter_inner", "parallel.gather_once")
+"""Settings of which nobody can say that they are idle while one axis is "auto", whichever it is."""
 
 
 def check(run, typed=frozenset(), unusable=frozenset()):
@@ -32,7 +37,7 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     found = [message for rule in (_unbuilt, _pipeline, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
-        if auto and (reason.endswith(f"mesh.{auto} = 1.") or name == "parallel.scatter_inner"):
+        if auto and (reason.endswith(f"mesh.{auto} = 1.") or name in UNTIL_FILLED):
             continue
         if name in typed:
             found.append(f"{name} = {text(value)} cannot take effect: {reason} Leave it out, or change what it depends on.")
@@ -90,8 +95,9 @@ def listed(values):
 def _numbers(run):
     """Yield (setting, violation) of every number out of its own range."""
     positive = ["model.layers", "model.width", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.window",
-                "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "parallel.scatter_inner", "train.batch", "train.seq",
-                "train.microbatches", "train.steps", "model.rope_theta", "model.norm_eps", "optim.eps", "optim.clip", "precision.loss_scale"]
+                "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "parallel.scatter_inner", "parallel.chunks",
+                "train.batch", "train.seq", "train.microbatches", "train.steps", "model.rope_theta", "model.norm_eps",
+                "optim.eps", "optim.clip", "precision.loss_scale"]
     positive += [f"mesh.{axis}" for axis in AXES]
     values = {name: value for name, _, value in settings_of(run)}
     for name in positive:
@@ -99,6 +105,10 @@ def _numbers(run):
         if value not in (None, "auto") and value <= 0:
             switch = ", or none to switch it off" if name in ("optim.clip", "model.window") else ""
             yield name, f"{name} = {value} must be greater than 0. Legal: {'1 or more' if isinstance(value, int) else 'any number above 0'}{switch}."
+    given = values["parallel.layers_per_stage"]
+    if given and min(given) <= 0:
+        yield "parallel.layers_per_stage", (f"parallel.layers_per_stage = {text(given)}: every number must be greater than 0, since each stage "
+                                            f"needs a layer. Legal: 1 or more each.")
     autos = [f"mesh.{axis}" for axis, size in run.mesh.sizes.items() if size == "auto"]
     for name in autos[1:]:
         yield name, (f"{name} = auto beside {autos[0]} = auto: one axis can be filled from the number of devices. "
@@ -125,11 +135,9 @@ def _pipeline(run):
     if run.mesh.pp == 1:
         return
     if run.parallel.lowering == "annotated":
-        yield f"parallel.lowering = annotated with mesh.pp = {run.mesh.pp}: stages run different layers at one time, which needs manual. Legal: manual."
-    try:
-        stack(run)
-    except ConfigError as error:
-        yield from error.violations
+        yield (f"parallel.lowering = annotated with mesh.pp = {run.mesh.pp}: stages run different layers at one time, and XLA has no sharding "
+               f"constraint that says so. Legal: manual.")
+    yield from placing.faults(run)
 
 
 def _unbuilt(run):
@@ -208,7 +216,7 @@ def _batch(run):
 def _steps(run):
     """Two-step reduce-scatters need equal groups."""
     inner = run.parallel.scatter_inner
-    for axis in ("dp", "fsdp", "sp", "ep"):
+    for axis in REPLICA_AXES:
         size = getattr(run.mesh, axis)
         if inner and getattr(run.parallel.zero, axis) and size > inner and (size % inner or inner == 1):
             yield (f"parallel.scatter_inner = {inner} must be 2 or more and divide mesh.{axis} = {size}, over which ZeRO scatters gradients. "
@@ -280,10 +288,11 @@ def idle(run):
         copies = "tp_sequence leaves no copies to shard." if parallel.tp_sequence else "it shards the inputs that remat = full keeps."
         reason = one("tp") if mesh.tp == 1 else copies
         yield "parallel.zero_r", True, reason
-    larger = [axis for axis in ("dp", "fsdp", "sp", "ep") if getattr(parallel.zero, axis) and getattr(mesh, axis) > (parallel.scatter_inner or 0)]
+    larger = [axis for axis in REPLICA_AXES if getattr(parallel.zero, axis) and getattr(mesh, axis) > (parallel.scatter_inner or 0)]
     if parallel.scatter_inner and (not larger or parallel.lowering == "annotated"):
         reason = "under annotated XLA chooses." if larger else "no axis with a ZeRO stage is larger."
         yield "parallel.scatter_inner", parallel.scatter_inner, reason
+    yield from _idle_pipeline(run)
     if run.precision.master and run.precision.params in ("float32", "float64"):
         yield "precision.master", run.precision.master, f"params = {run.precision.params} need no wider copy."
     defaults = {name: value for name, _, value in settings_of(resolve(Run()))}
@@ -297,8 +306,25 @@ def idle(run):
                 name, f"optim.name = {optim.name}." if name.startswith("optim") else f"model.style = {model.style}.")
 
 
+def _idle_pipeline(run):
+    parallel, neutral = run.parallel, Run().parallel
+    changed = lambda name: getattr(parallel, name) != getattr(neutral, name)
+    if run.mesh.pp == 1:
+        for name in filter(changed, ("schedule", "chunks", "schedule_file", "layers_per_stage", "gather_once", "remat_tick")):
+            yield f"parallel.{name}", getattr(parallel, name), "mesh.pp = 1."
+        return
+    table = f"parallel.schedule_file = {parallel.schedule_file}"
+    if parallel.schedule_file is not None and changed("schedule"):
+        yield "parallel.schedule", parallel.schedule, f"{table} is the schedule."
+    if parallel.gather_once and not any(getattr(parallel.zero, axis) == 3 for axis in run.mesh.live(REPLICA_AXES)):
+        yield "parallel.gather_once", True, "no axis of more than one device has ZeRO stage 3, which alone gathers weights."
+    if not parallel.remat_tick and placing.divergent(run):
+        other = table if parallel.schedule_file is not None else f"parallel.schedule = {parallel.schedule}"
+        yield "parallel.remat_tick", False, f"{other} computes every chunk again from its input; only circular can keep more."
+
+
 def _notes(run):
-    notes = []
+    notes = list(_pipeline_notes(run))
     if padded_vocab(run.model, run.mesh) != run.model.vocab:
         notes.append(f"model.vocab = {run.model.vocab} is stored as {padded_vocab(run.model, run.mesh)} rows (mesh.tp = {run.mesh.tp}); "
                      "the padding is masked out of the loss.")
@@ -306,3 +332,28 @@ def _notes(run):
         notes.append(f"precision.params = {run.precision.params} without precision.master: updates smaller than about 1/256 of a weight "
                      "are lost to rounding (float32 master keeps them).")
     return notes
+
+
+def _pipeline_notes(run):
+    """What a legal pipeline costs before anything is measured: its bubble, its padding."""
+    if run.mesh.pp == 1 or any(placing.faults(run)):
+        return
+    table, layers, counted = placing.schedule(run), placing.stack(run), placing.counted
+    p, m, v, file = table.stages, table.microbatches, table.chunks, run.parallel.schedule_file
+    words = f"{counted(p, 'stage')}{f' of {v} chunks' * (v > 1)}"
+    yield f"pipeline: {table.kind if file is None else file}, {words}, {counted(m, 'micro-batch', 'es')}: bubble {100 * _bubble(table):.1f} %."
+    if m < p and file is None:
+        yield (f"train.microbatches = {m} is less than mesh.pp = {p}, so stages wait for work. With {4 * p} micro-batches the bubble is "
+               f"{100 * bubble_fraction(table.kind, p, 4 * p, v):.1f} %.")
+    if layers.padded:
+        extra = layers.rows.count(-1)
+        yield (f"model.layers = {run.model.layers} over {words}: {layers.length} per chunk are stored and run, "
+               f"{counted(extra, 'row')} {'is' if extra == 1 else 'are'} padding.")
+
+
+@cache
+def _bubble(table):
+    """Idle part of a step if F = B = W and hops take no time. Simulating a large table takes seconds, and a run is checked several times."""
+    if table.kind not in KINDS:
+        return abs(simulate(table).bubble_fraction)
+    return bubble_fraction(table.kind, table.stages, table.microbatches, table.chunks)

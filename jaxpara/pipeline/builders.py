@@ -153,16 +153,19 @@ def wrong(kind, stages, microbatches, chunks=None, names=NAMES):
     yield from low
     if only and v != only and v > 0:
         yield f"{v_name} = {v}: {said} has {only} chunk{'s' * (only > 1)} per stage. Legal: {only} (interleaved and circular take any number)."
-    elif not low and p * m * v > LARGEST:
+    if low:
+        return
+    if p * m * v > LARGEST:
         yield f"{p_name} · {m_name} · {v_name} = {p * m * v:,} micro-batch chunks are too many for a table. Legal: up to {LARGEST:,}."
-    elif not low and kind == "interleaved" and m % p:
+    elif kind == "interleaved" and m % p:
         near = [m // p * p] * (m > p) + [(m // p + 1) * p]
         at = ", ".join(f"{n} (bubble {100 * bubble_fraction(kind, p, n, v):.1f} %)" for n in near)
         yield (f"{m_name} = {m} is not a multiple of {p_name} = {p}: {said} sends micro-batches through each chunk in groups of {p}. "
                f"Nearest: {at}.")
-    elif not low and not KINDS[kind].any_m and m < p:
+    elif not KINDS[kind].any_m and m < p:
+        bubble = bubble_fraction(kind, p, p, only or v)
         yield (f"{m_name} = {m} is less than {p_name} = {p}: {said} needs a micro-batch for every stage, or its warm-up has nothing to fill it. "
-               f"Legal: {p} or more (bubble {100 * bubble_fraction(kind, p, p, v):.1f} % at {p}); gpipe, 1f1b, circular take any number.")
+               f"Legal: {p} or more (bubble {100 * bubble:.1f} % at {p}); gpipe, 1f1b, circular take any number.")
 
 
 def build(kind, stages, microbatches, chunks=None, names=NAMES):

@@ -37,7 +37,8 @@ def split_layers(layers, stages, chunks=1, *, placement=None, costs=None, ends=(
 
 def _impossible(layers, stages, chunks, costs, names, fits):
     layers_name, stages_name, chunks_name, _ = names
-    low = [f"{name} = {value} must be greater than 0. Legal: 1 or more." for name, value in ((stages_name, stages), (chunks_name, chunks)) if value < 1]
+    named = (stages_name, stages), (chunks_name, chunks)
+    low = [f"{name} = {value} must be greater than 0. Legal: 1 or more." for name, value in named if value < 1]
     yield from low
     if not low and layers < stages * chunks:
         pairs = ", ".join(f"{p} · {v}" for p, v in _smaller(layers, stages, chunks, fits))
@@ -65,7 +66,7 @@ def _misgiven(layers, given, placement, names):
     such_as = lambda count: f" Such as: {','.join(map(str, _sizes(layers, count)))}." if layers >= total else ""
     if len(given) not in (stages, total):
         either = f"{stages}" if stages == total else f"{stages} (one per stage) or {total} (one per chunk, in model order)"
-        yield f"{said} has {len(given)} numbers for {stages_name} = {stages}. Legal: {either}.{such_as(stages)}"
+        yield f"{said} has {len(given)} number{'s' * (len(given) != 1)} for {stages_name} = {stages}. Legal: {either}.{such_as(stages)}"
         return
     least = total // stages if len(given) == stages else 1
     if sum(given) != layers or min(given) < least:

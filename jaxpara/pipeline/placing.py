@@ -1,12 +1,11 @@
 """A run's pipeline: its schedule, and which layer each row of the stacked parameters holds. No JAX."""
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from jaxpara.errors import ConfigError
 from jaxpara.pipeline.builders import KINDS, build, wrong
 from jaxpara.pipeline.layers import split_layers
-from jaxpara.pipeline.table import read
+from jaxpara.pipeline.table import from_csv, text_of
 
 SETTINGS = ("mesh.pp", "train.microbatches", "parallel.chunks", "parallel.schedule")
 """What a run calls stages, micro-batches, chunks and the kind of schedule."""
@@ -26,12 +25,11 @@ def schedule(run):
     if file is None:
         return _built(run.parallel.schedule, run.mesh.pp, run.train.microbatches, run.parallel.chunks)
     try:
-        state = Path(file).stat()
-    except OSError:
-        state = None        # `read` says why
-    table = _read(file, state and (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
-    if faults := list(_misfits(table, run)):
-        raise ConfigError(*faults)
+        table = _parsed(text_of(file), str(file))       # by its text, since a file may be edited, or another lie in another directory
+    except ConfigError as error:
+        raise ConfigError(*(f"parallel.schedule_file = {violation}" for violation in error.violations)) from None
+    if wrong_numbers := list(_misfits(table, run)):
+        raise ConfigError(*wrong_numbers)
     return table
 
 
@@ -40,13 +38,7 @@ def _built(kind, stages, microbatches, chunks):
     return build(kind, stages, microbatches, chunks, SETTINGS)
 
 
-@cache
-def _read(file, state):
-    """state: what tells this file from another of the same name, and from itself before it was edited."""
-    try:
-        return read(file)
-    except ConfigError as error:
-        raise ConfigError(*(f"parallel.schedule_file = {violation}" for violation in error.violations)) from None
+_parsed = cache(from_csv)
 
 
 def _misfits(table, run):
@@ -109,7 +101,8 @@ def stack(run):
     """The `Stack` of a run; without a pipeline the layers in order."""
     if run.mesh.pp == 1:
         return Stack(tuple(range(run.model.layers)), 1, run.model.layers)
-    return _stack(schedule(run), run.model.layers, run.parallel.layers_per_stage)
+    given = run.parallel.layers_per_stage
+    return _stack(schedule(run), run.model.layers, None if given is None else tuple(given))
 
 
 @cache

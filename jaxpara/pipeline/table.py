@@ -31,12 +31,16 @@ def write(schedule, path):
 
 def read(path):
     """The legal `Schedule` in a CSV file; ConfigError with the line and the first broken rule."""
+    return from_csv(text_of(path), str(path))
+
+
+def text_of(path):
+    """What a CSV file holds; ConfigError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"{path} cannot be read as a schedule: {reason[:1].lower()}{reason[1:]}.") from None
-    return from_csv(text, str(path))
 
 
 def from_csv(text, name="schedule"):

@@ -9,6 +9,7 @@ import pytest
 import jaxpara
 from jaxpara import cli, step
 from jaxpara.batch import check_batch
+from jaxpara.pipeline import build, to_csv
 
 BAD = {     # command line -> what each line of the answer must hold; as many lines as violations
     # heads and widths
@@ -52,8 +53,58 @@ BAD = {     # command line -> what each line of the answer must hold; as many li
     "auto twice": ("gpt_single --mesh.dp auto --mesh.fsdp auto", ["mesh.fsdp = auto beside mesh.dp = auto | a number for one of them"]),
     "axis of size 0": ("gpt_single --mesh.tp 0", ["mesh.tp = 0 must be greater than 0 | 1 or more"]),
     "negative axis": ("gpt_single --mesh.tp -2", ["mesh.tp = -2 must be greater than 0 | 1 or more"]),
-    "pipeline": ("gpt_single --mesh.pp 2", ["mesh.pp = 2 | Legal: 1."]),
     "experts": ("gpt_single --mesh.ep 2", ["mesh.ep = 2 | Legal: 1"]),
+    # pipelines
+    "more stages than layers": ("gpt_single --mesh.pp 8", [
+        "model.layers = 4 are fewer than mesh.pp · parallel.chunks = 8 · 1 = 8 chunks | Legal: model.layers 8 or more | are 4 · 1, 3 · 1, 2 · 1."]),
+    "more chunks than layers": ("gpt_single --mesh.pp 4 --parallel.chunks 2", [
+        "model.layers = 4 are fewer than mesh.pp · parallel.chunks = 4 · 2 = 8 chunks | are 4 · 1, 3 · 1, 2 · 2."]),
+    "a V has two chunks": ("gpt_single --mesh.pp 4 --parallel.schedule zb_v --train.microbatches 8 --model.layers 6", [
+        "model.layers = 6 are fewer than mesh.pp · parallel.chunks = 4 · 2 = 8 chunks | nearest mesh.pp · parallel.chunks are 3 · 2, 2 · 2."]),
+    "proposals suit the micro-batches": ("gpt_single --mesh.pp 4 --parallel.schedule interleaved --train.microbatches 8 --model.layers 6", [
+        "4 · 2 = 8 chunks | nearest mesh.pp · parallel.chunks are 4 · 1, 2 · 2."]),
+    "one layer": ("gpt_single --mesh.pp 2 --model.layers 1", ["model.layers = 1 are fewer | each needs a layer. Legal: model.layers 2 or more."]),
+    **{f"{kind} with few micro-batches": (f"gpt_single --mesh.pp 4 --parallel.schedule {kind} --train.microbatches 2 --model.layers 8", [
+        f"train.microbatches = 2 is less than mesh.pp = 4: parallel.schedule = {kind} needs | Legal: 4 or more (bubble | gpipe, 1f1b, circular"])
+       for kind in ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")},
+    "interleaved with few micro-batches": ("gpt_single --mesh.pp 4 --parallel.schedule interleaved --train.microbatches 2 --model.layers 8", [
+        "train.microbatches = 2 is not a multiple of mesh.pp = 4: parallel.schedule = interleaved | Nearest: 4 (bubble 27.3 %)."]),
+    "interleaved in groups": ("gpt_single --mesh.pp 4 --parallel.schedule interleaved --train.microbatches 6 --train.batch 24 --model.layers 8", [
+        "train.microbatches = 6 is not a multiple of mesh.pp = 4 | Nearest: 4 (bubble 27.3 %), 8 (bubble 15.8 %)."]),
+    "chunks of 1f1b": ("gpt_single --mesh.pp 2 --parallel.schedule 1f1b --parallel.chunks 2", [
+        "parallel.chunks = 2: parallel.schedule = 1f1b has 1 chunk per stage. Legal: 1 (interleaved and circular"]),
+    "chunks of a V": ("gpt_single --mesh.pp 2 --parallel.schedule dualpipe_v --parallel.chunks 1 --train.microbatches 4", [
+        "parallel.chunks = 1: parallel.schedule = dualpipe_v has 2 chunks per stage. Legal: 2"]),
+    "no chunks": ("gpt_single --mesh.pp 2 --parallel.chunks 0", ["parallel.chunks = 0 must be greater than 0. Legal: 1 or more."]),
+    "an impossible schedule has no layers": ("gpt_single --mesh.pp 4 --parallel.schedule zb_h1 --parallel.chunks 2 --train.microbatches 2", [
+        "parallel.chunks = 2: parallel.schedule = zb_h1 has 1 chunk", "train.microbatches = 2 is less than mesh.pp = 4"]),
+    "an endless table": ("gpt_single --mesh.pp 2 --train.microbatches 2000000 --train.batch 2000000", [
+        "mesh.pp · train.microbatches · parallel.chunks = 4,000,000 micro-batch chunks are too many | up to 2,000,000"]),
+    "layers that do not add up": ("gpt_single --mesh.pp 2 --parallel.layers_per_stage 3,2", [
+        "parallel.layers_per_stage = 3,2 must add up to model.layers = 4 (adds up to 5) with at least 1 each. Such as: 2,2."]),
+    "layers for other stages": ("gpt_single --mesh.pp 4 --parallel.layers_per_stage 2,2", [
+        "parallel.layers_per_stage = 2,2 has 2 numbers for mesh.pp = 4. Legal: 4. Such as: 1,1,1,1."]),
+    "layers for other chunks": ("gpt_single --mesh.pp 2 --parallel.chunks 2 --parallel.layers_per_stage 2,1,1", [
+        "parallel.layers_per_stage = 2,1,1 has 3 numbers | Legal: 2 (one per stage) or 4 (one per chunk, in model order). Such as: 2,2."]),
+    "a stage with fewer layers than chunks": ("gpt_single --mesh.pp 2 --parallel.chunks 2 --parallel.layers_per_stage 3,1", [
+        "parallel.layers_per_stage = 3,1 must add up to model.layers = 4 | at least 2 each. Such as: 2,2."]),
+    "a stage without layers": ("gpt_single --mesh.pp 4 --parallel.layers_per_stage 3,0,0,1", [
+        "parallel.layers_per_stage = 3,0,0,1: every number must be greater than 0 | 1 or more each"]),
+    "a word among the layers": ("gpt_single --mesh.pp 2 --parallel.layers_per_stage x,2", [
+        "parallel.layers_per_stage = 'x,2': needs whole numbers with commas between them, such as 3,2,2,1. | Also legal: none."]),
+    "half a layer": ("gpt_single --mesh.pp 2 --parallel.layers_per_stage 2.5,1.5", ["parallel.layers_per_stage = '2.5,1.5': needs whole numbers"]),
+    "a pipeline that XLA should find": ("gpt_single --mesh.pp 2 --parallel.lowering annotated", [
+        "parallel.lowering = annotated with mesh.pp = 2: stages run different layers at one time | Legal: manual."]),
+    "unknown schedule": ("gpt_single --mesh.pp 2 --parallel.schedule zb_h3", ["parallel.schedule = 'zb_h3': not one of circular, gpipe | Did you mean zb_h"]),
+    "a pipeline wrong in every way": ("gpt_single --mesh.pp 4 --parallel.schedule zb_v --parallel.chunks 3 --train.microbatches 2 --model.layers 3 "
+                                      "--parallel.layers_per_stage 1,1 --parallel.lowering annotated --parallel.remat_tick false --parallel.gather_once true", [
+        "parallel.lowering = annotated with mesh.pp = 4", "parallel.chunks = 3: parallel.schedule = zb_v has 2 chunks", "train.microbatches = 2 is less",
+        "parallel.layers_per_stage = 1,1 must add up to model.layers = 3 (adds up to 2)", "parallel.gather_once = true cannot take effect",
+        "parallel.remat_tick = false cannot take effect"]),
+    "too few layers, and given wrongly": ("gpt_single --mesh.pp 4 --parallel.chunks 2 --parallel.layers_per_stage 3,1,1,1", [
+        "model.layers = 4 are fewer than mesh.pp · parallel.chunks", "parallel.layers_per_stage = 3,1,1,1 must add up to model.layers = 4 (adds up to 6)"]),
+    "uneven steps over stages": ("gpt_single --mesh.pp 4 --parallel.zero.pp 2 --parallel.scatter_inner 3", [
+        "parallel.scatter_inner = 3 must be 2 or more and divide mesh.pp = 4 | Legal: 2."]),
     # names, choices and types
     "unknown setting": ("gpt_single --mesh.tpp 2", ["Unknown setting mesh.tpp. | Did you mean mesh.tp"]),
     "undotted setting": ("gpt_single --batch 8", ["Unknown setting batch. | Did you mean train.batch"]),
@@ -94,6 +145,14 @@ BAD = {     # command line -> what each line of the answer must hold; as many li
     "ring over one device": ("gpt_single --parallel.sp_kind ring", ["parallel.sp_kind = ring cannot take effect: mesh.sp = 1."]),
     "zigzag over one device": ("gpt_single --parallel.sp_order zigzag", ["parallel.sp_order = zigzag cannot take effect: mesh.sp = 1."]),
     "tp_sequence over one device": ("gpt_single --parallel.tp_sequence true", ["parallel.tp_sequence = true cannot take effect: mesh.tp = 1."]),
+    "a pipeline's settings on one device": (
+        "gpt_single --parallel.schedule 1f1b --parallel.chunks 1 --parallel.schedule_file a.csv --parallel.layers_per_stage 2,2 --parallel.gather_once true "
+        "--parallel.remat_tick false --parallel.zero.pp 1", [f"parallel.{words} cannot take effect: mesh.pp = 1." for words in (
+            "schedule = 1f1b", "chunks = 1", "schedule_file = a.csv", "layers_per_stage = 2,2", "gather_once = true", "remat_tick = false", "zero.pp = 1")]),
+    "gathering nothing once": ("gpt_single --mesh.pp 2 --mesh.dp 2 --parallel.zero.dp 2 --parallel.gather_once true", [
+        "parallel.gather_once = true cannot take effect: no axis of more than one device has ZeRO stage 3"]),
+    "ticks of 1f1b": ("gpt_single --mesh.pp 2 --parallel.schedule 1f1b --parallel.remat_tick false", [
+        "parallel.remat_tick = false cannot take effect: parallel.schedule = 1f1b computes every chunk again"]),
     "sp_ulysses in a ring": ("gpt_ring --parallel.sp_ulysses 2", ["parallel.sp_ulysses = 2 cannot take effect: parallel.sp_kind = ring, not hybrid."]),
     "qk_norm in gpt2": ("gpt2_124m --mesh.fsdp 1 --model.qk_norm true", ["model.qk_norm = true cannot take effect: model.style = gpt2."]),
     "momentum of adamw": ("gpt_single --optim.momentum 0.5", ["optim.momentum = 0.5 cannot take effect: optim.name = adamw."]),
@@ -143,6 +202,51 @@ def test_every_violation_is_told(line, expected, capsys, tmp_path):
         unmatched.remove(match[0])
     assert not unmatched
     assert list(tmp_path.iterdir()) == []       # no run directory of a run that never was
+
+
+HEAD = "stage,tick,op,microbatch,chunk\n"
+LEGAL = to_csv(build("1f1b", 2, 4))
+TABLES = {      # the text of table.csv, settings beside it -> as BAD
+    "missing": (None, "", ["parallel.schedule_file = table.csv cannot be read as a schedule: no such file or directory."]),
+    "broken rule": (HEAD + "0,0,F,0,0\n1,0,F,0,1\n1,2,B,0,1\n0,2,B,0,0\n", "--train.microbatches 1", [
+        "parallel.schedule_file = table.csv, line 3: stage 1, tick 0: F of micro-batch 0, chunk 1 needs F of micro-batch 0, chunk 0 | "
+        "Rule: an activation travels one tick."]),
+    "not a table": (HEAD + "0,0,X,0,0\n", "", ["parallel.schedule_file = table.csv, line 2: op = X is unknown. Legal: F"]),
+    "uneven chunks": (HEAD + "0,0,F,0,0\n1,1,F,0,1\n0,2,F,0,2\n0,3,B,0,2\n1,4,B,0,1\n0,5,B,0,0\n", "--train.microbatches 1", [
+        "parallel.schedule_file = table.csv: stage 1 | Rule: every stage holds the same number of chunks."]),
+    "other numbers": (LEGAL, "--mesh.pp 4 --train.microbatches 8 --parallel.chunks 2", [
+        "mesh.pp = 4 does not fit parallel.schedule_file = table.csv, which has 2 stages. Legal: 2, or a table of 4 stages.",
+        "train.microbatches = 8 does not fit parallel.schedule_file = table.csv, which has 4 micro-batches. Legal: 4, or a table of 8.",
+        "parallel.chunks = 2 does not fit parallel.schedule_file = table.csv, which has 1 chunk per stage. Legal: 1, or none"]),
+    "one stage": (to_csv(build("gpipe", 1, 4)), "", ["mesh.pp = 2 does not fit | which has 1 stage. Legal: a table of 2 stages."]),
+    "fewer layers": (to_csv(build("zb_v", 2, 4)), "--model.layers 3", [
+        "model.layers = 3 are fewer than mesh.pp · parallel.chunks = 2 · 2 = 4 chunks: each needs a layer. Legal: model.layers 4 or more."]),
+    "a schedule beside it": (LEGAL, "--parallel.schedule 1f1b --parallel.remat_tick false", [
+        "parallel.schedule = 1f1b cannot take effect: parallel.schedule_file = table.csv is the schedule.",
+        "parallel.remat_tick = false cannot take effect: parallel.schedule_file = table.csv computes every chunk again"]),
+}
+
+
+@pytest.mark.parametrize("text, more, expected", TABLES.values(), ids=TABLES)
+def test_bad_schedule_file(text, more, expected, capsys, tmp_path):
+    if text is not None:
+        (tmp_path / "table.csv").write_text(text)
+    settings = {"--mesh.pp": "2", "--train.microbatches": "4"} | dict(zip(more.split()[::2], more.split()[1::2]))
+    lines = answer(capsys, "train", "gpt_single", "--parallel.schedule_file", "table.csv", *(word for pair in settings.items() for word in pair))
+    assert len(lines) == len(expected)
+    for line, parts in zip(lines, expected):
+        assert all(part in line for part in parts.split(" | ")), line
+
+
+def test_a_schedule_file_that_was_mended_is_read_again(tmp_path):
+    settings = {"mesh.pp": 2, "train.microbatches": 4, "parallel.schedule_file": "table.csv"}
+    (tmp_path / "table.csv").write_text(LEGAL)
+    jaxpara.load("gpt_single", settings)
+    (tmp_path / "table.csv").write_text(LEGAL.replace("1,1,F,0,1", "1,0,F,0,1"))
+    with pytest.raises(jaxpara.ConfigError, match="an activation travels one tick"):
+        jaxpara.load("gpt_single", settings)
+    (tmp_path / "table.csv").write_text(LEGAL)
+    jaxpara.load("gpt_single", settings)
 
 
 RECIPES = {
@@ -245,8 +349,12 @@ def test_python_gets_the_same_words(overrides, capsys):
     assert isinstance(error.value, ValueError)
 
 
-@pytest.mark.parametrize("command", ["train gpt_single --mesh.tp 3 --optim.lr -1 --data.path nowhere", "train gpt_tinny", "plan gpt_single --mesh.tp 3"])
-def test_from_a_shell(command):
+@pytest.mark.parametrize("command", ["train gpt_single --mesh.tp 3 --optim.lr -1 --data.path nowhere", "train gpt_tinny", "plan gpt_single --mesh.tp 3",
+                                     "train gpt_single --mesh.pp 4 --parallel.schedule zb_h1 --parallel.chunks 2 --parallel.lowering annotated",
+                                     "train gpt_single --mesh.pp 4 --parallel.chunks 2 --parallel.layers_per_stage 3,2,2,2",
+                                     "train gpt_single --mesh.pp 2 --parallel.schedule_file table.csv"])
+def test_from_a_shell(command, tmp_path):
+    (tmp_path / "table.csv").write_text(LEGAL.replace("1,1,F,0,1", "1,0,F,0,1"))
     done = subprocess.run([sys.executable, "-m", "jaxpara", *command.split()], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.startswith("jaxpara: th")

@@ -26,7 +26,7 @@ def test_screen(capsys):
         assert words in out, words
     rows = [line.split() for line in out.splitlines()]
     # stage, chunk, busy, idle, live, slots, gradients, F to B, B to W
-    assert ["0", "0", "24", "3", "4", "4", "1", "4", "1"] in rows and ["3", "3", "24", "3", "4", "2", "0", "1", "4"] in rows
+    assert ["0", "0", "24", "3", "4", "4", "1", "4", "1"] in rows and ["3", "3", "24", "3", "4", "2", "1", "1", "4"] in rows
 
 
 @pytest.mark.parametrize("arguments, words", [

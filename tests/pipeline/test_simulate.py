@@ -105,7 +105,10 @@ def test_live_activations(p, turns, v):
 
 def test_counts():
     held = memory(build("zb_h1", 4, 8))
-    assert held.inputs == (4, 3, 2, 1) and held.pairs == (1, 2, 3, 4) and held.gradients == (1, 1, 1, 0)
+    assert held.inputs == (4, 3, 2, 1) and held.pairs == (1, 2, 3, 4)
+    assert held.gradients == (1, 1, 1, 1)               # the last stage's B follows its F, so one loss gradient waits at a time
+    assert memory(build("gpipe", 4, 8)).gradients == (1, 1, 1, 8)       # those of the last stage wait until all F are done
+    assert memory(build("circular", 2, 4, 2)).gradients == (1, 4)
     assert held.slots == (4, 4, 3, 2) and held.buffers == 4
     assert memory(build("1f1b", 4, 8)).pairs == (0,) * 4
     assert memory(build("zb_v", 4, 8)).slots == (8, 9, 9, 9)
@@ -121,7 +124,16 @@ def test_slots_count_from_arrival():
     held = memory(late())
     assert held.live == (2, 1) and held.slots == (2, 2)
     assert spans(late(), "arrival", "B") == {(0, 0): (0, 5), (1, 0): (1, 7), (0, 1): (1, 4), (1, 1): (2, 6)}
-    assert spans(late(), "gradient", "B") == {(0, 0): (5, 5), (1, 0): (7, 7)}
+    assert spans(late(), "gradient", "B") == {(0, 0): (5, 5), (1, 0): (7, 7), (0, 1): (4, 4), (1, 1): (6, 6)}
+    assert held.gradients == (1, 1)
+
+
+def test_the_last_gradient_counts_from_its_forward():
+    """Stage 1 does both F, at ticks 1 and 2, before it does their B at ticks 3 and 5: from tick 3 on it holds two gradients of the loss."""
+    cells = [(0, 0, "F", 0), (1, 0, "F", 1), (1, 1, "F", 0), (2, 1, "F", 1), (3, 1, "B", 0), (4, 0, "B", 0), (5, 1, "B", 1), (6, 0, "B", 1)]
+    table = Schedule(tuple(Entry(tick, stage, Op(kind, b, stage)) for tick, stage, kind, b in cells), (0, 1), 2, False)
+    assert spans(table, "gradient", "B") == {(0, 1): (2, 3), (1, 1): (3, 5), (0, 0): (4, 4), (1, 0): (6, 6)}
+    assert memory(table).gradients == (1, 2)
 
 
 @settings(max_examples=40, deadline=None)
