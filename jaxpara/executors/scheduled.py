@@ -5,6 +5,8 @@ gradient back through it; where the table splits the backward pass, B leaves (in
 do together stands outside the switch, and in the ticks that need it only: looking up a micro-batch that begins, taking the loss of one that
 leaves the last chunk, summing the embedding's gradient of one that is through, and sending.
 """
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +14,7 @@ from jax import lax
 from jaxpara.collectives import match, shift, varying_axes, vary
 from jaxpara.executors.stage import Stage, gathered, inside, scattered
 from jaxpara.gradients import reduce_micro
-from jaxpara.pipeline.lockstep import tables
+from jaxpara.pipeline.lockstep import B, tables
 from jaxpara.pipeline.placing import schedule
 from jaxpara.taps import Note, Teller, weight_gradient
 
@@ -80,13 +82,16 @@ class Machine:
 
     def tick(self, state, now):
         """One row of the table."""
-        state = when(now["begins"] >= 0, "pipeline.begin", self.begin, state, now)
+        table, nothing, on = self.table, self.empty(1)[0], lambda stage, tick, slot: jnp.where((self.stage.rank == stage) & (tick >= 0), slot, -1)
+        fresh = when(now["begins"] >= 0, "pipeline.begin", lambda _: self.embed(now["begins"], self.sinks(self.stage.outside)), nothing)
+        slots = put(state["slots"], fresh, on(table.first, now["begins"], now["input"]))
         branches = [self.idle, self.forward, self.backward] + [self.weight] * bool(self.matrices)
-        operands = {name: state[name] for name in ("gradients", "pairs")}
-        message, changed = lax.switch(now["op"], [scoped(branch, state, now) for branch in branches], operands)
-        state = {**state, **changed}
-        state = when(now["losses"] >= 0, "pipeline.loss", self.take_loss, state, now, message)
-        state = when(now["ends"] >= 0, "pipeline.end", self.end, state, now, message)
+        gradients, message, pair = lax.switch(now["op"], [scoped(branch, {**state, "slots": slots}, now) for branch in branches], state["gradients"])
+        pairs = jax.tree.map(lambda buffer, new: put(buffer, new, jnp.where(now["op"] == B, now["pair"], -1)), state["pairs"], pair)
+        gradients, loss, dx = when(now["losses"] >= 0, "pipeline.loss", partial(self.take_loss, now, message), (gradients, state["loss"], nothing))
+        cotangents = put(state["cotangents"], dx, on(table.last, now["losses"], now["kept"]))
+        gradients = when(now["ends"] >= 0, "pipeline.end", partial(self.end, now, message), gradients)
+        state = {"slots": slots, "cotangents": cotangents, "pairs": pairs, "gradients": gradients, "loss": loss}
         for hop, (sends, activation, gradient) in zip(self.table.hops, now["hops"]):
             arrived = message
             if any(source != target for source, target in hop.pairs):
@@ -97,25 +102,30 @@ class Machine:
                     state = {**state, name: put(state[name], arrived, slot)}
         return state, None
 
-    def idle(self, state, now, operands):
-        return self.empty(1)[0], operands
+    def idle(self, state, now, gradients):
+        """Nothing: what is sent then, nobody reads."""
+        return gradients, self.empty(1)[0], self.no_pair()
 
-    def forward(self, state, now, operands):
+    def no_pair(self):
+        return self.note.taps(self.matrices, self.stage.length)
+
+    def forward(self, state, now, gradients):
+        """A chunk, from its input to its output."""
         x, own = at(state["slots"], now["input"]), self.stage.chunk_of(self.weights, now["chunk"])
         rows = self.stage.rows(self.batch, now["microbatch"], self.step)
-        return self.stage.through(x, own, self.sinks(self.stage.layers, own), now["chunk"], rows), operands
+        return gradients, self.stage.through(x, own, self.sinks(self.stage.layers, own), now["chunk"], rows), self.no_pair()
 
-    def backward(self, state, now, operands):
+    def backward(self, state, now, gradients):
+        """A chunk again, and its output gradient back through it; of split matmuls the pairs."""
         stage, x, own = self.stage, at(state["slots"], now["input"]), self.stage.chunk_of(self.weights, now["chunk"])
         rows = stage.rows(self.batch, now["microbatch"], self.step)
-        sinks = {**self.sinks([name for name in stage.layers if name not in self.matrices], own), **self.note.taps(self.matrices, stage.length)}
+        sinks = {**self.sinks([name for name in stage.layers if name not in self.matrices], own), **self.no_pair()}
         _, pull = jax.vjp(lambda x, sinks: stage.through(x, own, sinks, now["chunk"], rows), x, sinks)
         message, found = pull(at(state["cotangents"], now["gradient"]))
-        pairs = {name: found.pop(name) for name in self.matrices}
-        pairs = jax.tree.map(lambda buffer, pair: lax.dynamic_update_index_in_dim(buffer, pair, now["pair"], 0), operands["pairs"], pairs)
-        return message, {"gradients": self.add(operands["gradients"], found, now["chunk"]), "pairs": pairs}
+        pair = {name: found.pop(name) for name in self.matrices}
+        return self.add(gradients, found, now["chunk"]), message, pair
 
-    def weight(self, state, now, operands):
+    def weight(self, state, now, gradients):
         """The weight gradients that B left, one layer at a time."""
         owners = self.note.owners(self.matrices)
 
@@ -123,8 +133,8 @@ class Machine:
             one = lambda name: weight_gradient(self.note.told[name][0], pairs[owners[name]].x, pairs[name].out)
             return None, {name: self.stage.ctx.scatter_parameter(one(name), name, self.dtype) for name in self.matrices}
 
-        _, found = lax.scan(layer, None, jax.tree.map(lambda buffer: at(buffer, now["pair"]), operands["pairs"]))
-        return self.empty(1)[0], {**operands, "gradients": self.add(operands["gradients"], found, now["chunk"])}
+        _, found = lax.scan(layer, None, jax.tree.map(lambda buffer: at(buffer, now["pair"]), state["pairs"]))
+        return self.add(gradients, found, now["chunk"]), self.empty(1)[0], self.no_pair()
 
     def add(self, gradients, found, chunk):
         """`gradients` with those of one micro-batch added; chunk: whose rows of the layers they are, None outside the layers."""
@@ -143,25 +153,19 @@ class Machine:
         tokens = lax.dynamic_index_in_dim(self.batch["tokens"], microbatch, keepdims=False)
         return self.stage.ends(self.weights, sinks).embed(tokens, self.stage.ctx.bind(self.stage.rows(self.batch, microbatch, self.step)))
 
-    def begin(self, state, now):
-        """A micro-batch enters the first chunk."""
-        x = self.embed(now["begins"], self.sinks(self.stage.outside))
-        return {**state, "slots": put(state["slots"], x, jnp.where(self.stage.rank == self.table.first, now["input"], -1))}
-
-    def take_loss(self, state, now, message):
+    def take_loss(self, now, message, state):
         """A micro-batch has left the last chunk: its loss, the gradients of norm and head, and the gradient of its output."""
         targets = lax.dynamic_index_in_dim(self.batch["targets"], now["losses"], keepdims=False)
         loss = lambda x, sinks: self.stage.loss(x, targets, self.weights, sinks) * self.scale
         value, (dx, found) = jax.value_and_grad(loss, argnums=(0, 1))(message, self.sinks(self.stage.outside))
-        slot = jnp.where(self.stage.rank == self.table.last, now["kept"], -1)
-        return {**state, "loss": state["loss"] + value, "gradients": self.add(state["gradients"], found, None),
-                "cotangents": put(state["cotangents"], dx, slot)}
+        gradients, total, _ = state
+        return self.add(gradients, found, None), total + value, dx
 
-    def end(self, state, now, message):
+    def end(self, now, message, gradients):
         """A micro-batch is through the backward pass of the first chunk: the embedding's gradient."""
         _, pull = jax.vjp(lambda sinks: self.embed(now["ends"], sinks), self.sinks(self.stage.outside))
         found, = pull(jnp.where(self.stage.rank == self.table.first, message, 0))
-        return {**state, "gradients": self.add(state["gradients"], found, None)}
+        return self.add(gradients, found, None)
 
 
 def reduce_like(value, placement, dtype):
@@ -174,18 +178,17 @@ def reduce_like(value, placement, dtype):
 
 def scoped(branch, state, now):
     """A branch of the switch, named in the compiled program."""
-    def run(operands):
+    def run(gradients):
         with jax.named_scope(f"pipeline.{branch.__name__}"):
-            message, changed = branch(state, now, operands)
-            return message, jax.tree.map(lambda new, old: match(new, old), changed, operands)
+            return branch(state, now, gradients)
     return run
 
 
-def when(condition, scope, do, state, *arguments):
-    """`do(state, …)` in the ticks for which `condition`, the same on all stages, holds."""
+def when(condition, scope, do, state):
+    """`do(state)` in the ticks for which `condition`, the same on all stages, holds; in the others `state`."""
     def taken(state):
         with jax.named_scope(scope):
-            return do(state, *arguments)
+            return jax.tree.map(match, do(state), state)
     return lax.cond(condition, taken, lambda state: state, state)
 
 
