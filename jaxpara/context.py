@@ -109,7 +109,8 @@ class Ctx:
     def full(self, module):
         """`module` with usable weights in place of `Stored` ones: gathered over the axes of ZeRO-3, whole but for tensor parallelism."""
         structure, state = nnx.split(module)
-        return nnx.merge(structure, jax.tree.map(self.gather_parameter, state, is_leaf=lambda node: isinstance(node, Stored)))
+        stored = lambda node: isinstance(node, Stored)
+        return nnx.merge(structure, jax.tree.map(lambda node: self.gather_parameter(node) if stored(node) else node, state, is_leaf=stored))
 
     def spec(self, *labels):
         """PartitionSpec of an activation with these labels, size-1 axes left out."""

@@ -41,7 +41,7 @@ class Machine:
     def __init__(self, stage, table, weights, batch, step, scale):
         self.stage, self.table, self.weights, self.batch, self.step, self.scale = stage, table, weights, batch, step, scale
         self.dtype = stage.run.precision.gradient(stage.run.train.microbatches)
-        self.border = jax.eval_shape(lambda: self.embed(0, self.sinks(stage.outside)))
+        self.border = jax.eval_shape(lambda: self.embed(0, self.sinks(stage.entry)))
         self.matrices = tuple(name for name in stage.layers if stage.placements[name].parameter.matrix) if table.pairs else ()
         self.note = Note()
         if self.matrices:
@@ -83,7 +83,7 @@ class Machine:
     def tick(self, state, now):
         """One row of the table."""
         table, nothing, on = self.table, self.empty(1)[0], lambda stage, tick, slot: jnp.where((self.stage.rank == stage) & (tick >= 0), slot, -1)
-        fresh = when(now["begins"] >= 0, "pipeline.begin", lambda _: self.embed(now["begins"], self.sinks(self.stage.outside)), nothing)
+        fresh = when(now["begins"] >= 0, "pipeline.begin", lambda _: self.embed(now["begins"], self.sinks(self.stage.entry)), nothing)
         slots = put(state["slots"], fresh, on(table.first, now["begins"], now["input"]))
         branches = [self.idle, self.forward, self.backward] + [self.weight] * bool(self.matrices)
         gradients, message, pair = lax.switch(now["op"], [scoped(branch, {**state, "slots": slots}, now) for branch in branches], state["gradients"])
@@ -94,7 +94,7 @@ class Machine:
         state = {"slots": slots, "cotangents": cotangents, "pairs": pairs, "gradients": gradients, "loss": loss}
         for hop, (sends, activation, gradient) in zip(self.table.hops, now["hops"]):
             arrived = message
-            if any(source != target for source, target in hop.pairs):
+            if hop.distance:
                 send = lambda message: shift(message, "pp", hop.pairs, "border.send")
                 arrived = lax.cond(sends, send, lambda message: message, message)
             for name, slot, used in (("slots", activation, hop.activation), ("cotangents", gradient, hop.gradient)):
@@ -157,13 +157,13 @@ class Machine:
         """A micro-batch has left the last chunk: its loss, the gradients of norm and head, and the gradient of its output."""
         targets = lax.dynamic_index_in_dim(self.batch["targets"], now["losses"], keepdims=False)
         loss = lambda x, sinks: self.stage.loss(x, targets, self.weights, sinks) * self.scale
-        value, (dx, found) = jax.value_and_grad(loss, argnums=(0, 1))(message, self.sinks(self.stage.outside))
+        value, (dx, found) = jax.value_and_grad(loss, argnums=(0, 1))(message, self.sinks(self.stage.exit))
         gradients, total, _ = state
         return self.add(gradients, found, None), total + value, dx
 
     def end(self, now, message, gradients):
         """A micro-batch is through the backward pass of the first chunk: the embedding's gradient."""
-        _, pull = jax.vjp(lambda sinks: self.embed(now["ends"], sinks), self.sinks(self.stage.outside))
+        _, pull = jax.vjp(lambda sinks: self.embed(now["ends"], sinks), self.sinks(self.stage.entry))
         found, = pull(jnp.where(self.stage.rank == self.table.first, message, 0))
         return self.add(gradients, found, None)
 

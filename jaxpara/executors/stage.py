@@ -29,6 +29,8 @@ class Stage:
         self.first, self.last = placement[0], placement[-1]
         self.layers = tuple(name for name, p in placements.items() if p.parameter.stacked)
         self.outside = tuple(name for name in placements if name not in self.layers)
+        self.entry = tuple(name for name in self.outside if name.startswith("embedding."))
+        self.exit = tuple(name for name in self.outside if name not in self.entry or name == "embedding.tokens" and run.model.tied)
 
     @property
     def rank(self):
@@ -51,8 +53,8 @@ class Stage:
         return fill(self.model, stored).blocks(x, numbers, self.ctx.bind(rows), self.padded)
 
     def ends(self, weights, sinks):
-        """The model with its embedding, final norm and head usable; its layers are not."""
-        stored = {name: Stored(weights[name], sinks[name], name) for name in self.outside}
+        """The model with those of its embedding, final norm and head that have a sink; its layers are not at hand."""
+        stored = {name: Stored(weights[name], sink, name) for name, sink in sinks.items() if name in self.outside}
         return fill(self.model, stored)
 
     def loss(self, x, targets, weights, sinks):

@@ -8,7 +8,7 @@ from math import prod
 
 from jaxpara.hlo.groups import group_size
 
-SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|update\.gather|norm\.sum|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r)"
+SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|update\.gather|norm\.sum|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r|border)"
                    r"(?:\.([\w.]+))?(?![\w.])")
 
 PULLED_BACK = re.compile(r"(transpose\()?jvp\(")
@@ -65,6 +65,8 @@ def phase_of(op_name):
     scope, part = scope_of(op_name)
     if scope.startswith(("zero0", "zero1", "zero2")):
         return "reduce"
+    if scope == "border":
+        return "backward" if part == "collect" or "transpose(" in op_name else "forward"
     if scope == "loss":
         return "loss"
     if "rematted_computation" in op_name or scope == "zero_r" or PULLED_BACK.findall(op_name)[-1:] == [""] and "transpose(" in op_name:
@@ -73,7 +75,10 @@ def phase_of(op_name):
         return "backward"
     if scope in ("update.gather", "norm.sum") or not scope and "optimizer" in re.split(r"[/(:]", op_name):
         return "optimizer"
-    return "backward" if "transpose(" in op_name else "forward"
+    if "transpose(" in op_name:
+        return "backward"
+    # a pipeline's B runs its chunk again before it goes backward through it
+    return "recompute" if "pipeline.backward" in op_name else "forward"
 
 
 def owner_of(op_name):
@@ -81,6 +86,8 @@ def owner_of(op_name):
     scope, part = scope_of(op_name)
     if scope in ("ring", "ulysses", "kv"):
         return "attention"
+    if scope == "border":
+        return "border" if part == "send" else "head"
     return "loss" if scope == "loss" else part
 
 

@@ -112,7 +112,7 @@ def inspection(run, target, platform, text, stats, seconds, usable=None):
     if usable is None and target.partition(":")[0] in ("tpu", "gpu"):
         usable = parse_target(target).usable
     module = parse(text)
-    contract = compare(traffic(run), collectives(module), run, platform)
+    contract = compare(traffic(run, platform), collectives(module), run, platform)
     contract.differences.extend(
         Difference("replicated", f"{name} lies on each device with {surplus:,} bytes more than its spec says", 0, None)
         for name, surplus in replicated(module, run))

@@ -1,10 +1,12 @@
 """Collectives of a compiled program -> contract lines, like with like. No JAX."""
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxpara.hlo.attribute import axes_of, owner_of, phase_of
+from jaxpara.hlo.attribute import axes_of, coordinates, owner_of, phase_of
 from jaxpara.hlo.parse import Collective
+from jaxpara.pipeline.placing import divergent, schedule
 from jaxpara.plan.lines import Line
+from jaxpara.plan.passes import taken
 
 SLICED = "all-reduce + slice"
 
@@ -41,6 +43,7 @@ def found(collectives, run, platform="cpu"):
     for one in collectives:
         if one.n == 1:
             continue
+        one = by_table(one, run)
         axes = axes_of(one.groups, one.kind, sizes) or ()
         phase, owner = phase_of(one.op_name), owner_of(one.op_name)
         kind = "all-reduce" if one.disguise == SLICED and platform != "cpu" else one.kind
@@ -49,6 +52,21 @@ def found(collectives, run, platform="cpu"):
     for (kind, axes, dtype, elements, phase, owner, n, disguise, place), parts in lines.items():
         calls = sum(part.calls for part in parts)
         yield Found(Line(kind, axes, dtype, elements, calls, phase, owner, n, disguise or "", place), tuple(parts))
+
+
+PIPELINE = re.compile(r"pipeline\.(begin|forward|backward|weight|loss|end)|border\.(send)")
+
+
+def by_table(one, run):
+    """A collective in a branch of a pipeline's ticks, with the calls that its schedule makes instead of one in every tick."""
+    found = PIPELINE.search(one.op_name)
+    if not one.conditional or not found or not divergent(run):
+        return one
+    scope, distance = found[1] or found[2], None
+    if scope == "send":
+        source, target = (coordinates(device, run.mesh.sizes)["pp"] for device in one.groups[0])
+        distance = (target - source) % run.mesh.pp
+    return replace(one, calls=one.calls // schedule(run).ticks * taken(run, scope, distance))
 
 
 def where(trips, run, phase=""):

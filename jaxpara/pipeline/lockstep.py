@@ -16,8 +16,10 @@ class Hop:
     """What travels between stages a fixed distance apart: the pairs that ever have something to send, in which ticks somebody does, and where
     what arrives at the end of a tick is kept.
 
-    pairs: (source, target) stages. sends: bool [ticks]. activation, gradient: int [ticks, stages], the slot on the target; -1: nothing arrives.
+    distance: stages further on, the last being followed by the first. sent: messages of each stage. pairs: (source, target) stages. sends: bool [ticks]. activation, gradient: int [ticks, stages], the slot on the target; -1: nothing arrives.
     """
+    distance: int
+    sent: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
     sends: np.ndarray
     activation: np.ndarray
@@ -83,10 +85,11 @@ def hops(schedule, kept):
         if step is None or not 0 <= neighbour < len(schedule.placement):
             continue
         target = schedule.placement[neighbour]
-        pairs, sends, *slots = found.setdefault((target - stage) % p, (set(), np.zeros(schedule.ticks, bool),
-                                                *(np.full((schedule.ticks, p), -1, np.int32) for _ in range(2))))
+        sent, pairs, sends, *slots = found.setdefault((target - stage) % p, ([0] * p, set(), np.zeros(schedule.ticks, bool),
+                                                      *(np.full((schedule.ticks, p), -1, np.int32) for _ in range(2))))
         pairs.add((stage, target))
+        sent[stage] += 1
         sends[tick] = True
         name = "input" if op.kind == "F" else "gradient"
         slots[name == "gradient"][tick, target] = kept[name][Op("", op.microbatch, neighbour)[1:]]
-    return tuple(Hop(tuple(sorted(pairs)), *arrays) for _, (pairs, *arrays) in sorted(found.items()))
+    return tuple(Hop(distance, tuple(sent), tuple(sorted(pairs)), *arrays) for distance, (sent, pairs, *arrays) in sorted(found.items()))

@@ -5,16 +5,38 @@ it is counted. Under the annotated lowering XLA chooses.
 """
 from jaxpara.checks import ring_degree, ulysses_degree
 from jaxpara.config import BYTES
+from jaxpara.pipeline.placing import divergent
 from jaxpara.plan.lines import Line
+from jaxpara.plan.passes import border_tokens, borders, passes
 from jaxpara.plan.weights import norm, reductions, size, updates, zero3
 from jaxpara.zero import placements
 
 
-def traffic(run):
-    """Every `Line` of a run's train step, in the order of the step; empty on one device."""
+def traffic(run, platform="cpu"):
+    """Every `Line` of a run's train step, in the order of the step; empty on one device. platform: cpu | tpu | gpu; a ring inside a pipeline's
+    table is an all-gather on cpu."""
     table = placements(run)
-    lines = [*zero3(run, table), *tensor(run), *sequence(run), *loss(run), *reductions(run, table), *norm(run, table), *updates(run, table)]
-    return [line for line in lines if line.elements]
+    lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *loss(run), *reductions(run, table), *norm(run, table),
+             *updates(run, table)]
+    return [line for line in lines if line.elements and line.calls]
+
+
+def pipeline(run):
+    """δbSH/(N_sp·N_tp with Megatron-SP) each way per border, micro-batch and chunk. Every stage sends whenever one has to: the rest goes out with
+    nothing in it. And what spreads the head over the stages: the outputs of the last, and back their gradients."""
+    if run.mesh.pp == 1:
+        return
+    p, width, count = run.mesh.pp, run.model.width, passes(run)
+
+    def line(what, kind, elements, calls, phase, owner, when):
+        return Line(kind, ("pp",), run.precision.compute, elements, calls, phase, owner, p, what, when)
+
+    for border in borders(run):
+        elements = border_tokens(run) * width
+        yield line("stage borders", "permute", elements, border.useful, border.phase, "border", "border")
+        yield line("stage borders, nothing to send", "permute", elements, border.calls - border.useful, border.phase, "border", "tick")
+    for what, kind, phase in (("last outputs to all stages", "all-to-all", "forward"), ("their gradients back", "all-gather", "backward")):
+        yield line(what, kind, p * count.tokens * width, count.losses, phase, "head", "micro-batch")
 
 
 def wide(run):
@@ -37,33 +59,37 @@ def tensor(run):
     re-gather of each block's input (10). Recompute repeats the attention exit; the MLP's is dead."""
     if run.mesh.tp == 1:
         return
-    m, layers, elements = run.train.microbatches, run.model.layers, tokens_per_device(run) * run.model.width
+    count, elements = passes(run), tokens_per_device(run) * run.model.width
     keeps_exit = run.parallel.remat == "selective" and run.parallel.remat_save == "matmuls"
     repeated = run.parallel.remat != "none" and not keeps_exit
     megatron = run.parallel.tp_sequence
 
-    def line(what, kind, phase, owner, calls=layers, when="block"):
-        return Line(kind, ("tp",), run.precision.compute, elements, m * calls, phase, owner, run.mesh.tp, what, when)
+    def line(what, kind, phase, owner, calls=count.backward, when="block", elements=elements):
+        return Line(kind, ("tp",), run.precision.compute, elements, calls, phase, owner, run.mesh.tp, what, when)
 
     summed = "reduce-scatter" if megatron else "all-reduce"
     for block in ("attention", "mlp"):
         if megatron:
-            yield line("block inputs, forward", "all-gather", "forward", block)
+            yield line("block inputs, forward", "all-gather", "forward", block, count.forward)
+            yield line("block inputs, forward again", "all-gather", "recompute", block, count.again)
             yield line("block inputs, backward again", "all-gather", "recompute", block)
             yield line("block output gradients", "all-gather", "backward", block)
-        yield line("block outputs, forward", summed, "forward", block)
+        yield line("block outputs, forward", summed, "forward", block, count.forward)
+        yield line("block outputs, forward again", summed, "recompute", block, count.again)
         yield line("block input gradients", summed, "backward", block)
     if repeated:
         yield line("block outputs, forward", summed, "recompute", "attention")
-    for owner, into, out in (("embedding", "backward", "forward"), ("head", "forward", "backward")):
+    inside = count.tokens * run.model.width * (run.mesh.tp if megatron else 1)
+    for owner, into, out, calls, size in (("embedding", "backward", "forward", count.begins, count.batches * elements),
+                                          ("head", "forward", "backward", count.losses, inside)):
         if megatron:
-            yield line("embedding and head", "all-gather", into, owner, 1, "micro-batch")
-        yield line("embedding and head", summed, out, owner, 1, "micro-batch")
+            yield line("embedding and head", "all-gather", into, owner, calls, "micro-batch", size)
+        yield line("embedding and head", summed, out, owner, calls, "micro-batch", size)
     if not megatron and run.parallel.zero_r and run.parallel.remat == "full":
-        yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", layers, "layer")
+        yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", when="layer")
 
 
-def sequence(run):
+def sequence(run, platform):
     """Ring (4 + 2δ_acc/δ)·δbSN_kv·d/N_tp, Ulysses 4(N_kv/N_q + 1)·δbSN_q·d/(N_sp·N_tp), all-gather KV: per layer and micro-batch."""
     if run.mesh.sp == 1:
         return
@@ -75,12 +101,13 @@ def sequence(run):
     if inner > 1:
         yield from ulysses(run, keys, inner)
     if ring_degree(run) > 1:
-        yield from ring(run, keys, ring_degree(run))
+        yield from ring(run, keys, ring_degree(run), divergent(run) and platform == "cpu")
 
 
-def attention_line(run, n, what, kind, phase, elements, calls=1, dtype=None):
-    """A line of attention's exchange over sp: `calls` per layer and micro-batch."""
-    calls *= run.train.microbatches * run.model.layers
+def attention_line(run, n, what, kind, phase, elements, calls=1, dtype=None, again=False):
+    """A line of attention's exchange over sp: `calls` per layer and micro-batch. again: of layers run again whole."""
+    count = passes(run)
+    calls *= count.again if again else count.forward if phase == "forward" else count.backward
     return Line(kind, ("sp",), dtype or run.precision.compute, elements, calls, phase, "attention", n, what, "layer")
 
 
@@ -91,6 +118,7 @@ def gathered_keys(run, keys):
     """
     full, n = keys * run.mesh.sp, run.mesh.sp
     yield attention_line(run, n, "keys and values, forward", "all-gather", "forward", full, 2)
+    yield attention_line(run, n, "keys and values, forward again", "all-gather", "recompute", full, 2, again=True)
     yield attention_line(run, n, "keys and values, backward", "all-gather", "recompute" if run.parallel.remat == "full" else "backward", full, 2)
     yield attention_line(run, n, "key and value gradients", "reduce-scatter", "backward", full, 2, wide(run))
 
@@ -100,37 +128,44 @@ def ulysses(run, keys, n):
     queries = tokens_per_device(run) * run.model.heads // run.mesh.tp * run.model.head_dim
     keeps_attention = run.parallel.remat == "selective" and run.parallel.remat_save == "attention"
     again = attention_again(run)
-    for phase, into, out in (("forward", 1, 1), ("recompute", again or keeps_attention, again), ("backward", 1, 1)):
-        what = "Ulysses, backward" if phase == "backward" else "Ulysses, forward"
+    for phase, into, out, whole in (("forward", 1, 1, False), ("recompute", 1, 1, True), ("recompute", again or keeps_attention, again, False),
+                                    ("backward", 1, 1, False)):
+        what = "Ulysses, backward" if phase == "backward" else "Ulysses, forward" + " again" * whole
         if into:
-            yield attention_line(run, n, what, "all-to-all", phase, keys, 2)
+            yield attention_line(run, n, what, "all-to-all", phase, keys, 2, again=whole)
         if into + out:
-            yield attention_line(run, n, what, "all-to-all", phase, queries, into + out)
+            yield attention_line(run, n, what, "all-to-all", phase, queries, into + out, again=whole)
 
 
-def ring(run, keys, n):
+def ring(run, keys, n, grouped):
     """K, V around the ring of n in n-1 hops; in backward again, with dK, dV in n hops that bring them home.
 
     In a ring of two whose forward pass is run again, that pass's one hop and the backward pass's are the same hop: it is sent once.
+    grouped: each hop is an all-gather over sp of which a device keeps one piece (`collectives.rotate`).
     """
     hops, again = n - 1, attention_again(run)
-    yield attention_line(run, n, "ring K, V, forward", "permute", "forward", keys, 2 * hops)
+    kind, size, devices = ("all-gather", keys * run.mesh.sp, run.mesh.sp) if grouped else ("permute", keys, n)
+    line = lambda what, phase, calls, *dtype, **whole: attention_line(run, devices, f"ring {what}" + " by groups (CPU)" * grouped, kind, phase, size,
+                                                                      calls, *dtype, **whole)
+    yield line("K, V, forward", "forward", 2 * hops)
+    yield line("K, V, forward again", "recompute", 2 * hops, again=True)
     if again:
-        yield attention_line(run, n, "ring K, V, forward", "permute", "recompute", keys, 2 * hops)
+        yield line("K, V, forward", "recompute", 2 * hops)
     if not (again and n == 2):
-        yield attention_line(run, n, "ring K, V, backward", "permute", "backward", keys, 2 * hops)
-    yield attention_line(run, n, "ring dK, dV", "permute", "backward", keys, 2 * n, wide(run))
+        yield line("K, V, backward", "backward", 2 * hops)
+    yield line("dK, dV", "backward", 2 * n, wide(run))
 
 
 def loss(run):
     """Vocabulary-parallel loss: a maximum and two sums per token; and once a step the loss and the count of tokens."""
-    tokens, dtype = tokens_per_device(run), wide(run)
+    count, dtype = passes(run), wide(run)
+    tokens = count.tokens * (run.mesh.tp if run.parallel.tp_sequence else 1)
     chunks = -(-tokens // run.parallel.loss_chunk)
     if run.mesh.tp > 1:
         for numbers in (1, 2):
-            yield Line("all-reduce", ("tp",), dtype, numbers * -(-tokens // chunks), run.train.microbatches * chunks, "loss", "loss",
+            yield Line("all-reduce", ("tp",), dtype, numbers * -(-tokens // chunks), count.losses * chunks, "loss", "loss",
                        run.mesh.tp, "vocabulary-parallel loss", "micro-batch")
-    axes = run.mesh.live(("dp", "fsdp", "ep", "sp"))
-    if axes:
-        yield Line("all-reduce", axes, "int32", 1, 1, "loss", "loss", size(run, axes), "token count", "step")
-        yield Line("all-reduce", axes, dtype, 1, 1, "loss", "loss", size(run, axes), "loss", "step")
+    for axes, what, kind in ((run.mesh.live(("dp", "fsdp", "ep", "sp")), "token count", "int32"),
+                             (run.mesh.live(("pp", "dp", "fsdp", "ep", "sp")), "loss", dtype)):
+        if axes:
+            yield Line("all-reduce", axes, kind, 1, 1, "loss", "loss", size(run, axes), what, "step")

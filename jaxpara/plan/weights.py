@@ -2,7 +2,9 @@
 from math import prod
 
 from jaxpara.config import BYTES
+from jaxpara.pipeline.placing import divergent, schedule
 from jaxpara.plan.lines import Line
+from jaxpara.plan.passes import passes
 from jaxpara.zero import scatter_steps
 
 
@@ -34,23 +36,48 @@ def zero3(run, table):
     What lies outside the layers is gathered in forward only: the loss makes its gradients in its forward pass. A tied embedding is used
     twice; its two gathers are equal, so that compilers keep one of them, its two gradients are scattered each.
     """
-    m, compute, gradient = run.train.microbatches, run.precision.compute, run.precision.gradient(run.train.microbatches)
+    compute, gradient, count = run.precision.compute, run.precision.gradient(run.train.microbatches), passes(run)
     for p in table.values():
         axes, layered = p.axes(3), p.parameter.stacked
         if not axes:
             continue
-        layers, when = (run.model.layers, "layer") if layered else (1, "micro-batch")
-        full = p.elements(p.storage) * size(run, axes) // layers // (run.model.kv_heads if p.kv_slice is not None else 1)
-        uses = 2 if run.model.tied and p.name == "embedding.tokens" else 1
+        if run.parallel.gather_once:
+            yield from zero3_once(run, p)
+            continue
+        when = "layer" if layered else "micro-batch"
+        full = p.elements(p.storage) * size(run, axes) // (count.held if layered else 1) // (run.model.kv_heads if p.kv_slice is not None else 1)
+        forward, backward = uses(run, p)
 
         def line(what, kind, dtype, calls, phase, n=size(run, axes), elements=full):
             return Line(kind, axes, dtype, elements, calls, phase, p.name, n, what, when)
 
-        yield line("ZeRO-3 weights, forward", "all-gather", compute, m * layers, "forward")
+        yield line("ZeRO-3 weights, forward", "all-gather", compute, forward, "forward")
+        if layered:
+            yield line("ZeRO-3 weights, forward again", "all-gather", compute, count.again, "recompute")
         if gathered_again(p.parameter, run):
-            yield line("ZeRO-3 weights, backward", "all-gather", compute, m * layers, "recompute")
+            yield line("ZeRO-3 weights, backward", "all-gather", compute, backward, "recompute")
         for n, elements in scattered(run, axes, full):
-            yield line("ZeRO-3 gradients", "reduce-scatter", gradient, m * layers * uses, "backward", n, elements)
+            yield line("ZeRO-3 gradients", "reduce-scatter", gradient, backward, "backward", n, elements)
+
+
+def uses(run, p):
+    """(times that a parameter is gathered in forward, times that it is used backward) in a step."""
+    count, tied = passes(run), run.model.tied and p.name == "embedding.tokens"
+    if p.parameter.stacked:
+        return count.forward, count.backward
+    if tied:
+        # the two gathers of one micro-batch are equal, and compilers keep one; in a table they stand in different ticks
+        return count.begins + count.losses * divergent(run), count.begins + count.losses
+    return (count.begins,) * 2 if p.name.startswith("embedding.") else (count.losses,) * 2
+
+
+def zero3_once(run, p):
+    """With `gather_once`: all rows in one gather before the pipeline's first tick, their gradients in one scatter after its last."""
+    axes, full = p.axes(3), p.elements(p.base)
+    yield Line("all-gather", axes, run.precision.compute, full, 1, "forward", p.name, size(run, axes), "ZeRO-3 weights, once", "step")
+    for n, elements in scattered(run, axes, full):
+        yield Line("reduce-scatter", axes, run.precision.gradient(run.train.microbatches), elements, 1, "backward", p.name, n,
+                   "ZeRO-3 gradients, once", "step")
 
 
 def reductions(run, table):
@@ -61,13 +88,27 @@ def reductions(run, table):
         return Line(kind, axes, dtype, elements, calls, "reduce", owner, n or size(run, axes), what, when)
 
     for p in table.values():
-        for stage, when, calls, whole in ((2, "micro-batch", m, p.storage), (1, "step", 1, p.gradient)):
-            for n, elements in scattered(run, p.axes(stage), p.elements(whole)) if p.axes(stage) else ():
+        calls, parts = micro_reductions(run, p)
+        for stage, when, calls, whole in ((2, "micro-batch", calls, p.elements(p.storage) // parts), (1, "step", 1, p.elements(p.gradient))):
+            for n, elements in scattered(run, p.axes(stage), whole) if p.axes(stage) else ():
                 yield line(p.axes(stage), f"ZeRO-{stage} gradients", "reduce-scatter", when, calls, elements, p.name, n)
         rest = p.axes(0) + ("tp",) * p.tp_sum
         if rest:
             what = "gradients of copies over tp" if rest == ("tp",) else "ZeRO-0 gradients"
             yield line(rest, what, "all-reduce", "step", 1, p.elements(p.optimizer), p.name)
+
+
+def micro_reductions(run, p):
+    """(calls, parts of the parameter that each reduces its gradient of): of ZeRO-2, micro-batch by micro-batch, or tick by tick of a pipeline."""
+    count, m = passes(run), run.train.microbatches
+    if run.mesh.pp == 1:
+        return m, 1
+    if run.parallel.gather_once and p.axes(3):
+        return 1, 1
+    if p.parameter.stacked:
+        return count.chunks, schedule(run).chunks
+    # the circular scan differentiates its ends once; a table sums what each micro-batch, and each use of a tied embedding, gives
+    return (uses(run, p)[1] if divergent(run) else 1), 1
 
 
 def norm(run, table):

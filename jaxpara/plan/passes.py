@@ -1,0 +1,75 @@
+"""How often one device runs its layers, its ends and its borders in a step: by micro-batches, or by the ticks of a pipeline. No JAX."""
+from dataclasses import dataclass
+
+from jaxpara.pipeline.lockstep import tables
+from jaxpara.pipeline.placing import divergent, schedule, stack
+
+
+@dataclass(frozen=True)
+class Passes:
+    """forward: layers run in a step, the bubbles' of a circular pipeline included. again: of them run again, whole, in the backward pass,
+    before it recomputes what the policy says layer by layer. backward: layers run backward. chunks: runs of layers backward.
+    begins: calls of the embedding, of `batches` micro-batches each; losses: calls of the loss, of `tokens` tokens at a border each.
+    length: layers per run; held: layers on this device, padding included.
+    """
+    forward: int
+    again: int
+    backward: int
+    chunks: int
+    begins: int
+    batches: int
+    losses: int
+    tokens: int
+    length: int
+    held: int
+
+
+def border_tokens(run):
+    """Tokens of one micro-batch that one device holds at a border."""
+    tokens = run.train.batch // run.train.microbatches // run.mesh.batch * run.train.seq // run.mesh.sp
+    return tokens // run.mesh.tp if run.parallel.tp_sequence else tokens
+
+
+def passes(run):
+    """The `Passes` of a run."""
+    m, p, tokens = run.train.microbatches, run.mesh.pp, border_tokens(run)
+    if p == 1:
+        layers = run.model.layers
+        return Passes(m * layers, 0, m * layers, m, m, 1, m, tokens, layers, layers)
+    held = stack(run)
+    part = lambda tokens: -(-tokens // p)
+    if divergent(run):
+        runs = m * held.chunks
+        layers = runs * held.length
+        return Passes(layers, layers, layers, runs, m, 1, m, part(tokens), held.length, held.chunks * held.length)
+    ticks = schedule(run).forward_ticks
+    layers = ticks * held.length
+    return Passes(layers, layers if run.parallel.remat_tick else 0, layers, ticks, 1, m, 1, part(m * tokens), held.length, held.chunks * held.length)
+
+
+@dataclass(frozen=True)
+class Border:
+    """Sends between stages: calls of the program, of which `useful` are what the busiest stage has to send; phase of the compiled program."""
+    calls: int
+    useful: int
+    phase: str
+
+
+def borders(run):
+    """Every `Border` of a run, in the order of `lockstep.hops`; none without a pipeline."""
+    if run.mesh.pp == 1:
+        return []
+    table, m = schedule(run), run.train.microbatches
+    if not divergent(run):
+        useful = min(m * table.chunks, table.forward_ticks)
+        return [Border(table.forward_ticks, useful, phase) for phase in ("forward", "backward")]
+    return [Border(int(hop.sends.sum()), max(hop.sent), "forward") for hop in tables(table).hops if hop.distance]
+
+
+def taken(run, scope, distance=None):
+    """How many of the ticks take a branch of the program: of the switch on the op ("forward", "backward", "weight"), of what all stages do
+    together ("begin", "loss", "end"), of sending to the stage `distance` further ("send"). "idle" sends nothing."""
+    table, m = schedule(run), run.train.microbatches
+    if scope == "send":
+        return next(int(hop.sends.sum()) for hop in tables(table).hops if hop.distance == distance)
+    return {"forward": m * table.chunks, "backward": m * table.chunks, "weight": m * table.chunks, "begin": m, "loss": m, "end": m, "idle": 0}[scope]
