@@ -99,6 +99,7 @@ class Ctx:
         self.run, self.placements, self.rows = run, placements, rows
         self.rules = activation_rules(run)
         self.tp = run.mesh.live(("tp",))
+        self.keep = False       # of a layer that was just run again keep everything: it goes backward at once
 
     def bind(self, rows):
         """The same context for another micro-batch's `Rows`."""
@@ -136,6 +137,8 @@ class Ctx:
     def remat(self, layer):
         """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice."""
         kind, policies = self.run.parallel.remat, jax.checkpoint_policies
+        if self.keep:
+            return layer
         if kind == "full" and self.run.parallel.zero_r and self.tp:
             return self.recompute_from_shard(layer)
         if kind == "selective":

@@ -23,7 +23,7 @@ def circular(run, placements, model, make_ctx):
     """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced like those of
     one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
-    stage = Stage(run, seen, model, make_ctx(seen))
+    stage = Stage(run, seen, model, make_ctx(seen), run.parallel.remat_tick)
     dtype = run.precision.gradient(run.train.microbatches)
     differentiate = jax.value_and_grad(partial(loss, stage))
 
@@ -65,9 +65,12 @@ def ticks(stage, sinks, weights, batch, step, embedded):
     first = stage.rank == 0
     waits = rounds > 1 and m > p
 
-    def chunk(x, weights, sinks, index, microbatch):
+    def chunk(x, weights, sinks, t, index, microbatch):
+        # a gather that does not depend on the tick would be done once, before them all
+        tied = {name: lax.optimization_barrier((value, t))[0] if stage.placements[name].axes(3) else value
+                for name, value in stage.chunk_of(weights, index).items()}
         own = {name: whole_sink(value, stage.placements[name]) for name, value in stage.chunk_of(sinks, index).items()}
-        return stage.through(x, stage.chunk_of(weights, index), own, index, stage.rows(batch, microbatch, step))
+        return stage.through(x, tied, own, index, stage.rows(batch, microbatch, step))
 
     if run.parallel.remat_tick:
         chunk = jax.checkpoint(chunk, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
@@ -83,7 +86,7 @@ def ticks(stage, sinks, weights, batch, step, embedded):
             waiting = lax.dynamic_update_index_in_dim(waiting, jnp.where((t >= p) & (slot < m), arrived, keep), jnp.minimum(slot, m - 1), 0)
             arrived = jnp.where(first, lax.dynamic_index_in_dim(waiting, microbatch, keepdims=False), arrived)
         x = jnp.where(first & (turns == 0), fresh, arrived)
-        out = hand_on(chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, index, microbatch), active)
+        out = hand_on(chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, t, index, microbatch), active)
         return (shift(out, "pp", pairs, "border.send"), waiting), out
 
     filler = jnp.broadcast_to(lax.stop_gradient(embedded[:1]), (count - m, *embedded.shape[1:]))

@@ -23,7 +23,7 @@ def scheduled(run, placements, model, make_ctx):
     """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced by
     `gradients.reduce_micro`. make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
-    stage, table = Stage(run, seen, model, make_ctx(seen)), tables(schedule(run))
+    stage, table = Stage(run, seen, model, make_ctx(seen), True), tables(schedule(run))
 
     def whole(weights, batch, step, scale):
         usable = gathered(weights, placements) if run.parallel.gather_once else weights

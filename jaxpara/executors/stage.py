@@ -19,12 +19,14 @@ from jaxpara.pipeline.placing import schedule
 
 
 class Stage:
-    """One device's part of a pipeline. run, placements, model: the whole model's; ctx: a `ManualCtx` without rows."""
+    """One device's part of a pipeline. run, placements, model: the whole model's; ctx: a `ManualCtx` without rows; again: whether the
+    backward pass runs a chunk again from its input."""
 
-    def __init__(self, run, placements, model, ctx):
+    def __init__(self, run, placements, model, ctx, again):
         self.run, self.placements, self.model, self.ctx = run, placements, model, ctx
         stack, placement = next(p.stack for p in placements.values() if p.parameter.stacked), schedule(run).placement
         self.length, self.padded = stack.length, stack.padded
+        ctx.keep = again and stack.length == 1
         self.numbers = np.asarray(stack.rows, np.int32).reshape(run.mesh.pp, stack.chunks, stack.length)
         self.first, self.last = placement[0], placement[-1]
         self.layers = tuple(name for name, p in placements.items() if p.parameter.stacked)

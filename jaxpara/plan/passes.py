@@ -23,6 +23,11 @@ class Passes:
     length: int
     held: int
 
+    @property
+    def merged(self):
+        """Whether what the recompute policy would compute again of a layer is what was just run again: runs of one layer have no other policy."""
+        return bool(self.again) and self.length == 1
+
 
 def border_tokens(run):
     """Tokens of one micro-batch that one device holds at a border."""

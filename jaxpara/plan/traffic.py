@@ -50,8 +50,8 @@ def tokens_per_device(run):
 
 
 def attention_again(run):
-    """Whether the backward pass runs attention's forward pass again."""
-    return run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls")
+    """Whether the backward pass runs attention's forward pass again, layer by layer."""
+    return not passes(run).merged and (run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls"))
 
 
 def tensor(run):
@@ -61,7 +61,7 @@ def tensor(run):
         return
     count, elements = passes(run), tokens_per_device(run) * run.model.width
     keeps_exit = run.parallel.remat == "selective" and run.parallel.remat_save == "matmuls"
-    repeated = run.parallel.remat != "none" and not keeps_exit
+    repeated = run.parallel.remat != "none" and not keeps_exit and not count.merged
     megatron = run.parallel.tp_sequence
 
     def line(what, kind, phase, owner, calls=count.backward, when="block", elements=elements):
@@ -72,10 +72,11 @@ def tensor(run):
         if megatron:
             yield line("block inputs, forward", "all-gather", "forward", block, count.forward)
             yield line("block inputs, forward again", "all-gather", "recompute", block, count.again)
-            yield line("block inputs, backward again", "all-gather", "recompute", block)
+            yield line("block inputs, backward again", "all-gather", "recompute", block, 0 if count.merged else count.backward)
             yield line("block output gradients", "all-gather", "backward", block)
         yield line("block outputs, forward", summed, "forward", block, count.forward)
-        yield line("block outputs, forward again", summed, "recompute", block, count.again)
+        dead = block == "mlp" and count.merged          # the output of a run of one layer serves nobody a second time
+        yield line("block outputs, forward again", summed, "recompute", block, 0 if dead else count.again)
         yield line("block input gradients", summed, "backward", block)
     if repeated:
         yield line("block outputs, forward", summed, "recompute", "attention")
@@ -86,7 +87,7 @@ def tensor(run):
             yield line("embedding and head", "all-gather", into, owner, calls, "micro-batch", size)
         yield line("embedding and head", summed, out, owner, calls, "micro-batch", size)
     if not megatron and run.parallel.zero_r and run.parallel.remat == "full":
-        yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", when="layer")
+        yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", 0 if count.merged else count.backward, "layer")
 
 
 def sequence(run, platform):
@@ -119,7 +120,8 @@ def gathered_keys(run, keys):
     full, n = keys * run.mesh.sp, run.mesh.sp
     yield attention_line(run, n, "keys and values, forward", "all-gather", "forward", full, 2)
     yield attention_line(run, n, "keys and values, forward again", "all-gather", "recompute", full, 2, again=True)
-    yield attention_line(run, n, "keys and values, backward", "all-gather", "recompute" if run.parallel.remat == "full" else "backward", full, 2)
+    if not passes(run).merged:
+        yield attention_line(run, n, "keys and values, backward", "all-gather", "recompute" if run.parallel.remat == "full" else "backward", full, 2)
     yield attention_line(run, n, "key and value gradients", "reduce-scatter", "backward", full, 2, wide(run))
 
 
@@ -127,7 +129,7 @@ def ulysses(run, keys, n):
     """q, k, v in, out back, and the reverse in backward. A policy that keeps attention keeps `out`, so only q, k, v go in again."""
     queries = tokens_per_device(run) * run.model.heads // run.mesh.tp * run.model.head_dim
     keeps_attention = run.parallel.remat == "selective" and run.parallel.remat_save == "attention"
-    again = attention_again(run)
+    again, keeps_attention = attention_again(run), keeps_attention and not passes(run).merged
     for phase, into, out, whole in (("forward", 1, 1, False), ("recompute", 1, 1, True), ("recompute", again or keeps_attention, again, False),
                                     ("backward", 1, 1, False)):
         what = "Ulysses, backward" if phase == "backward" else "Ulysses, forward" + " again" * whole
@@ -151,7 +153,7 @@ def ring(run, keys, n, grouped):
     yield line("K, V, forward again", "recompute", 2 * hops, again=True)
     if again:
         yield line("K, V, forward", "recompute", 2 * hops)
-    if not (again and n == 2):
+    if not ((again or passes(run).merged) and n == 2):
         yield line("K, V, backward", "backward", 2 * hops)
     yield line("dK, dV", "backward", 2 * n, wide(run))
 

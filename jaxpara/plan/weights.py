@@ -27,7 +27,7 @@ def gathered_again(parameter, run):
     if "bias" not in parameter.name:
         return True
     recomputed = ("norm1", "norm2", "query", "key", "value", "output", "up")
-    return run.parallel.remat != "none" and any(part in parameter.name for part in recomputed)
+    return (run.parallel.remat != "none" or passes(run).merged) and any(part in parameter.name for part in recomputed)
 
 
 def zero3(run, table):
@@ -52,9 +52,9 @@ def zero3(run, table):
             return Line(kind, axes, dtype, elements, calls, phase, p.name, n, what, when)
 
         yield line("ZeRO-3 weights, forward", "all-gather", compute, forward, "forward")
-        if layered:
+        if layered and (not count.merged or gathered_again(p.parameter, run)):
             yield line("ZeRO-3 weights, forward again", "all-gather", compute, count.again, "recompute")
-        if gathered_again(p.parameter, run):
+        if gathered_again(p.parameter, run) and not count.merged:
             yield line("ZeRO-3 weights, backward", "all-gather", compute, backward, "recompute")
         for n, elements in scattered(run, axes, full):
             yield line("ZeRO-3 gradients", "reduce-scatter", gradient, backward, "backward", n, elements)
