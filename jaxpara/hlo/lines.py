@@ -54,19 +54,15 @@ def found(collectives, run, platform="cpu"):
         yield Found(Line(kind, axes, dtype, elements, calls, phase, owner, n, disguise or "", place), tuple(parts))
 
 
-PIPELINE = re.compile(r"pipeline\.(begin|forward|backward|weight|loss|end)|border\.(send)")
-
-
 def by_table(one, run):
     """A collective in a branch of a pipeline's ticks, with the calls that its schedule makes instead of one in every tick."""
-    found = PIPELINE.search(one.op_name)
-    if not one.conditional or not found or not divergent(run):
+    if not one.branch or not divergent(run):
         return one
-    scope, distance = found[1] or found[2], None
-    if scope == "send":
+    distance = None
+    if one.branch == "send":
         source, target = (coordinates(device, run.mesh.sizes)["pp"] for device in one.groups[0])
         distance = (target - source) % run.mesh.pp
-    return replace(one, calls=one.calls // schedule(run).ticks * taken(run, scope, distance))
+    return replace(one, calls=one.calls // schedule(run).ticks * taken(run, one.branch, distance))
 
 
 def where(trips, run, phase=""):

@@ -3,6 +3,7 @@
 Conventions are those of `jaxpara.plan.traffic`: elements are of the full result of an all-gather, the full operand of a
 reduce-scatter, the operand of everything else; a combined operation counts once per operand.
 """
+import re
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -19,6 +20,9 @@ KINDS = {"all-gather": "all-gather", "reduce-scatter": "reduce-scatter", "all-re
          "ragged-all-to-all": "all-to-all", "collective-permute": "permute", "send": "permute"}
 NOT_WORK = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all")
 """Opcodes that take no time, so hide none."""
+
+BRANCH = re.compile(r"pipeline\.(begin|forward|backward|weight|loss|end)|border\.(send)")
+"""Scopes of the parts of a pipeline's tick that stand in branches."""
 
 BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 FLOAT8 = ("f8e3m4", "f8e4m3", "f8e4m3b11fnuz", "f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz", "f8e8m0fnu")
@@ -46,6 +50,7 @@ class Collective:
     loops: tuple[str, ...] = ()                 # the while instructions around it, outermost first
     trips: tuple[int, ...] = ()                 # passes of each; 1 where unknown
     conditional: bool = False                   # in a branch that may not be taken
+    branch: str = ""                            # the part of a pipeline's tick that this branch is, see BRANCH
     uncertain: str = ""                         # why `calls` may be wrong; "" where it is known
     is_async: bool = False                      # has a start and a done
     overlapped: tuple[tuple[str, str], ...] = ()    # (opcode, name) of what is scheduled between the two
@@ -79,6 +84,7 @@ class Place:
     loops: tuple[str, ...] = ()
     trips: tuple[int, ...] = ()
     conditional: bool = False
+    branch: str = ""
     uncertain: str = ""
     is_async: bool = False
     overlapped: tuple = ()
@@ -129,7 +135,7 @@ def callees(module, computation, instruction, place):
         yield from ((callee, inside(calls=place.calls * once)) for callee in called.get("body", ()))
     elif opcode == "conditional":
         for names in called.values():
-            yield from ((callee, place(conditional=True)) for callee in names)
+            yield from ((callee, place(conditional=True, branch=place.branch or part_of(module, callee))) for callee in names)
     elif base(opcode) not in KINDS:             # the to_apply of a reduction only adds
         changes = {}
         if opcode == "fusion":
@@ -141,6 +147,13 @@ def callees(module, computation, instruction, place):
             return
         for names in called.values():
             yield from ((callee, place(op_name=instruction.op_name or place.op_name, **changes)) for callee in names)
+
+
+def part_of(module, name):
+    """The part of a pipeline's tick that a branch is. A collective in it may have lost its own op_name; something in it has one."""
+    computation = module.computations.get(name)
+    found = (BRANCH.search(instruction.op_name) for instruction in (computation.instructions if computation else ()))
+    return next((match[1] or match[2] for match in found if match), "")
 
 
 def base(opcode):
@@ -189,7 +202,8 @@ def read(module, computation, instruction, place):
     disguise = ("async collective fusion" if len(chain) > 1 else "send + recv" if opcode == "send"
                 else "async-start wrapper" if place.wrapped or sugar else None)
     common = {"groups": found, "name": instruction.name, "computation": computation.name, "loops": place.loops, "trips": place.trips,
-              "calls": place.calls, "conditional": place.conditional, "uncertain": place.uncertain,
+              "calls": place.calls, "conditional": place.conditional, "branch": place.branch,
+              "uncertain": place.uncertain,
               "is_async": start or place.is_async or len(chain) > 1,
               "overlapped": fused_between(module, place, chain) if len(chain) > 1 else
               overlapped(module, computation, instruction) if start else place.overlapped}

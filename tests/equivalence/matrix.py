@@ -64,24 +64,28 @@ SMALLEST = [
 
 PIPELINES = SMALLEST + [
     # pp = 4 with each kind: m = p, m > p, not a multiple of p, and fewer where that is legal
-    "llama pp4 tp2 m6 circular L5 megatron", "gpt2 pp4 dp2 m2 circular v2 L8", "gpt2 pp4 tp2 m2 gpipe L4", "llama pp4 dp2 m4 1f1b L8 remat zdp1",
+    "llama pp4 tp2 m6 circular L5 megatron kv1", "gpt2 pp4 dp2 m2 circular v2 L8", "gpt2 pp4 tp2 m2 gpipe L4", "llama pp4 dp2 m4 1f1b L8 remat zdp1",
     "gpt2 pp4 dp2 m2 1f1b L5 zdp2", "llama pp4 tp2 m4 interleaved L8 kv1", "gpt2 pp4 dp2 m6 zb_h1 L4 zdp3", "llama pp4 fsdp2 m6 zb_h2 L5",
     "llama pp4 tp2 m4 zb_v L8 kv1 megatron", "gpt2 pp4 sp2 m6 dualpipe_v L8 zigzag zsp1", "gpt2 pp4 tp2 m4 zb_h1 zpp3 L4 untied",
     # data and tensor parallelism, dropout
-    "llama pp2 dp2 tp2 m3 circular zdp1 megatron", "gpt2 pp2 dp2 tp2 m3 zb_h1 zdp2 remat", "llama pp2 dp2 tp2 m4 interleaved v3 L8 zdp3 zpp3",
+    "llama pp2 dp2 tp2 m3 circular zdp1 megatron remat", "gpt2 pp2 dp2 tp2 m3 zb_h1 zdp2 remat", "llama pp2 dp2 tp2 m4 interleaved v3 L8 zdp3 zpp3",
     "gpt2 pp2 dp2 tp2 m2 gpipe dropout zpp1 megatron", "gpt2 pp2 tp2 m6 circular dropout v2 L4", "gpt2 pp2 fsdp2 tp2 m3 zb_h2 dropout",
     # sequence parallelism of every kind, under the scan and under tables
-    "llama pp2 fsdp2 sp2 m3 circular zigzag", "llama pp2 fsdp2 sp2 m3 1f1b zigzag", "gpt2 pp2 fsdp2 sp2 m3 1f1b ulysses", "llama pp2 fsdp2 sp2 m4 circular ulysses once",
+    "llama pp2 fsdp2 sp2 m3 circular zigzag", "llama pp2 fsdp2 sp2 m3 1f1b zigzag", "gpt2 pp2 fsdp2 sp2 m3 1f1b ulysses",
+    "llama pp2 fsdp2 sp2 m4 circular ulysses once",
     "llama pp2 fsdp2 sp2 m3 zb_v L4 ulysses", "gpt2 pp2 fsdp2 sp2 m3 dualpipe_v L4 striped zsp3", "llama pp2 dp2 sp2 m3 zb_h2 allgather zsp2 zdp1",
-    "gpt2 pp2 sp4 m3 circular allgather zsp3", "llama pp2 sp4 m3 zb_h1 hybrid2 zigzag", "llama pp2 sp4 m2 circular hybrid2 v2 L4 oneDocument",
+    "gpt2 pp2 sp4 m3 circular allgather zsp3 zpp3 untied", "llama pp2 sp4 m3 zb_h1 hybrid2 zigzag",
+    "llama pp2 sp4 m2 circular hybrid2 v2 L4 oneDocument",
     "llama pp2 tp2 sp2 m3 zb_h1 zigzag megatron kv1 zpp2", "gpt2 pp2 tp2 sp2 m4 circular v2 L4 window ulysses megatron",
     "llama pp2 tp2 sp2 m4 interleaved L4 window striped unchecked",
     # uneven layers as given; three rounds
     "llama pp2 dp2 m3 1f1b L5 layers3,2 zpp3", "gpt2 pp4 dp2 m4 circular L8 layers3,2,2,1", "llama pp2 tp4 m3 zb_h2 L5 layers1,4 kv2",
     "llama pp2 dp4 m3 circular v3 L8 zdp2 steps2", "llama pp2 dp2 m4 zb_v L8 layers1,3,3,1 qknorm zdp2",
     # recomputation, gathers once a step, scatters in two steps
-    "gpt2 pp2 fsdp4 m3 circular keepmatmuls keepticks zpp2", "llama pp2 dp4 m3 circular keepticks zdp3 once", "llama pp2 fsdp2 tp2 m3 zb_v L4 keepattention megatron tied",
-    "gpt2 pp2 tp2 m3 1f1b remat zero_r", "gpt2 pp2 fsdp4 m3 zb_h2 once", "llama pp2 fsdp4 m2 gpipe once steps2 chunks", "llama pp4 dp2 m4 1f1b zpp1 L8 steps2",
+    "gpt2 pp2 fsdp4 m3 circular keepmatmuls keepticks zpp2", "llama pp2 dp4 m3 circular keepticks zdp3 once",
+    "llama pp2 fsdp2 tp2 m3 zb_v L4 keepattention megatron tied",
+    "gpt2 pp2 tp2 m3 1f1b remat zero_r", "gpt2 pp2 fsdp4 m3 zb_h2 once", "llama pp2 fsdp4 m2 gpipe once steps2 chunks",
+    "llama pp4 dp2 m4 1f1b zpp1 L8 steps2",
     "gpt2 pp2 fsdp4 m3 dualpipe_v L4 steps2 untied",
 ]
 

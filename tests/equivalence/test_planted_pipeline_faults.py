@@ -188,5 +188,5 @@ def test_ring_of_permutes_among_stages_that_do_different_things():
     partners, and must not seem to work."""
     timeouts = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5 --xla_cpu_collective_call_terminate_timeout_seconds=10"
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {timeouts}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", PERMUTES], env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", PERMUTES], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert "rendezvous" in run.stderr if run.returncode else run.stdout.strip() == "WRONG", run.stderr[-2000:]

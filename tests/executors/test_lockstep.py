@@ -65,27 +65,27 @@ def replay(schedule, table):
                     if slots[tick, stage] >= 0:
                         assert hop.sends[tick]
                         buffers[stage].put(slots[tick, stage], messages[source[stage]])
-    assert not any(buffer.waiting.count(True) for buffers in (inputs, gradients, pairs) for buffer in buffers), "something was never used"
+    assert not any(any(buffer.waiting) for buffers in (inputs, gradients, pairs) for buffer in buffers), "something was never used"
     assert sorted(losses) == sorted(embedded) == list(range(schedule.microbatches))
     return ran
 
 
-SHAPES = [("gpipe", 2, 3, 1), ("gpipe", 4, 2, 1), ("gpipe", 3, 7, 1), ("1f1b", 2, 1, 1), ("1f1b", 4, 3, 1), ("1f1b", 4, 9, 1), ("circular", 2, 5, 3),
-          ("circular", 4, 2, 2), ("circular", 3, 3, 2), ("interleaved", 2, 6, 2), ("interleaved", 4, 8, 3), ("interleaved", 3, 3, 1), ("zb_h1", 2, 3, 1),
-          ("zb_h1", 4, 7, 1), ("zb_h2", 3, 5, 1), ("zb_h2", 4, 4, 1), ("zb_v", 2, 3, 2), ("zb_v", 4, 9, 2), ("dualpipe_v", 2, 3, 2), ("dualpipe_v", 4, 8, 2)]
+SHAPES = [("gpipe", 2, 3, 1), ("gpipe", 4, 2, 1), ("gpipe", 3, 7, 1), ("1f1b", 2, 1, 1), ("1f1b", 4, 3, 1), ("1f1b", 4, 9, 1),
+          ("circular", 2, 5, 3), ("circular", 4, 2, 2), ("circular", 3, 3, 2), ("interleaved", 2, 6, 2), ("interleaved", 4, 8, 3),
+          ("interleaved", 3, 3, 1), ("zb_h1", 2, 3, 1), ("zb_h1", 4, 7, 1), ("zb_h2", 3, 5, 1), ("zb_h2", 4, 4, 1), ("zb_v", 2, 3, 2),
+          ("zb_v", 4, 9, 2), ("dualpipe_v", 2, 3, 2), ("dualpipe_v", 4, 8, 2)]
 
 
 def orders(p, m, placement, split):
-    """1F1B along the chunks of any placement: each chunk's own alternation, a stage's chunks in turn as they come."""
-    last, lists = len(placement) - 1, [[] for _ in range(p)]
-    for chunk, stage in enumerate(placement):
-        lists[stage].append([Op(kind, b, chunk) for kind, b in alternate(m, m if placement.count(stage) > 1 else last - chunk, lag=1 if split else None)])
-    merged = []
-    for own in lists:
+    """Of each stage: 1F1B along the chunks where a stage has one; where it has several, all their forwards before the first backward."""
+    last, found, lag = len(placement) - 1, [], 1 if split else None
+    for stage in range(p):
+        held = [chunk for chunk, on in enumerate(placement) if on == stage]
+        own = [[Op(kind, b, chunk) for kind, b in alternate(m, m if held[1:] else last - chunk, lag)] for chunk in held]
         forward = [op for order in own for op in order if op.kind == "F"]
         rest = [op for order in reversed(own) for op in order if op.kind != "F"]
-        merged.append(forward + rest if len(own) > 1 else own[0])
-    return merged
+        found.append(forward + rest if held[1:] else own[0])
+    return found
 
 
 def odd(placement, m, split=False):
@@ -105,10 +105,12 @@ def test_every_op_finds_what_it_needs(schedule):
     ran = replay(schedule, table)
     assert ran == [entry.op for entry in schedule.entries]
     held = memory(schedule)
-    assert (table.slots, table.gradients, table.pairs) == (held.buffers, max(held.gradients), max(held.pairs)), "no more slots than are needed at once"
+    needed = held.buffers, max(held.gradients), max(held.pairs)
+    assert (table.slots, table.gradients, table.pairs) == needed, "no more slots than are in use at one time"
 
 
-@pytest.mark.parametrize("damage, reader", [("input", F), ("input", B), ("gradient", B), ("pair", B), ("pair", W), ("kept", None), ("activation", None)])
+@pytest.mark.parametrize("damage, reader", [("input", F), ("input", B), ("gradient", B), ("pair", B), ("pair", W), ("kept", None),
+                                            ("activation", None)])
 def test_the_replay_sees_a_wrong_slot(damage, reader):
     """One number of the table changed: the replay must not pass, or the test above shows nothing."""
     schedule = build("dualpipe_v", 4, 8)
@@ -146,16 +148,15 @@ def test_layers_lie_stage_by_stage_and_on_a_stage_chunk_by_chunk():
     assert layers(model__layers=3).rows == (0, 1, 2)
 
 
-@pytest.mark.parametrize("given, rows, length", [(None, (0, 1, -1, 2, 3, 4), 3), ((3, 2), (0, 1, 2, 3, 4, -1), 3), ((1, 4), (0, -1, -1, -1, 1, 2, 3, 4), 4)])
+@pytest.mark.parametrize("given, rows, length", [(None, (0, 1, -1, 2, 3, 4), 3), ((3, 2), (0, 1, 2, 3, 4, -1), 3),
+                                                 ((1, 4), (0, -1, -1, -1, 1, 2, 3, 4), 4)])
 def test_shorter_chunks_are_padded_at_their_end(given, rows, length):
     found = layers(mesh__pp=2, model__layers=5, train__microbatches=2, parallel__schedule="1f1b", parallel__layers_per_stage=given)
     assert (found.rows, found.length, found.padded) == (rows, length, True)
 
 
-@pytest.mark.parametrize("overrides", [dict(parallel__schedule="zb_v", model__layers=11), dict(parallel__schedule="interleaved", model__layers=9),
-                                       dict(parallel__schedule="gpipe", model__layers=2), dict(parallel__schedule="circular", parallel__chunks=3, model__layers=7)])
-def test_row_of_undoes_rows(overrides):
-    found = layers(mesh__pp=2, train__microbatches=2, **overrides)
-    count = overrides["model__layers"]
+@pytest.mark.parametrize("kind, count, chunks", [("zb_v", 11, 2), ("interleaved", 9, 2), ("gpipe", 2, 1), ("circular", 7, 3)])
+def test_row_of_undoes_rows(kind, count, chunks):
+    found = layers(mesh__pp=2, train__microbatches=2, model__layers=count, parallel__schedule=kind, parallel__chunks=chunks)
     assert [found.rows[row] for row in found.row_of] == list(range(count))
     assert found.rows.count(-1) == len(found.rows) - count and len(found.rows) == 2 * found.chunks * found.length

@@ -1,5 +1,4 @@
 """What nobody reads may be anything: NaN in its place leaves loss and gradients bit for bit as they were (CASES G1)."""
-import inspect
 from functools import cache
 from importlib import import_module
 
@@ -7,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import small
+from executors.mutant import bubbles_run_what_arrived, circular
 
 import jaxpara
 
-circular, scheduled = (import_module(f"jaxpara.executors.{name}") for name in ("circular", "scheduled"))
-FED = "jnp.where(active, x, lax.stop_gradient(embedded[0]))"
+scheduled = import_module("jaxpara.executors.scheduled")
 
 
 def answer(**overrides):
@@ -47,21 +46,11 @@ def test_nothing_comes_of_what_bubbles_give(p, m, v, monkeypatch):
     assert_same_bits(answer(**scan(p, m, v)), wanted)
 
 
-def feed_what_arrived(monkeypatch):
-    """Plant the fault that the filler prevents: a bubble runs on whatever came from the stage before."""
-    source = inspect.getsource(circular.ticks)
-    assert source.count(FED) == 1
-    namespace = dict(vars(circular))
-    exec(source.replace(FED, "x"), namespace)
-    namespace["ticks"].__globals__["hand_on"] = circular.hand_on
-    monkeypatch.setattr(circular, "ticks", namespace["ticks"])
-
-
 @pytest.mark.parametrize("v", [1, 2])
 def test_a_bubble_fed_with_what_arrived_would_be_seen(v, monkeypatch):
     """Its output is not read, but 0 · NaN is the gradient of its weights: of the third stage's, which has a bubble after the second's first."""
     monkeypatch.setattr(circular, "hand_on", poisoned)
-    feed_what_arrived(monkeypatch)
+    monkeypatch.setattr(circular, "ticks", bubbles_run_what_arrived())
     loss, grads = answer(**scan(4, 2, v))
     assert np.isfinite(loss) and np.isnan(grads["layers.2.mlp.up"]).any()
 

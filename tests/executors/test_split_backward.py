@@ -13,7 +13,8 @@ from jaxpara.hlo import parse
 from jaxpara.model.declare import fill
 from jaxpara.taps import Note, Teller, weight_gradient
 
-SPECS = {"bsh,hnd->bsnd": ((2, 3, 4), (4, 5, 6)), "bsnd,ndh->bsh": ((2, 3, 5, 6), (5, 6, 4)), "bsh,hf->bsf": ((2, 3, 4), (4, 7)), "bsf,fh->bsh": ((2, 3, 7), (7, 4))}
+SPECS = {"bsh,hnd->bsnd": ((2, 3, 4), (4, 5, 6)), "bsnd,ndh->bsh": ((2, 3, 5, 6), (5, 6, 4)),
+         "bsh,hf->bsf": ((2, 3, 4), (4, 7)), "bsf,fh->bsh": ((2, 3, 7), (7, 4))}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -25,8 +26,8 @@ def test_a_weight_gradient_is_autodiffs(spec):
     assert np.asarray(weight_gradient(spec, x, cotangent)) == pytest.approx(np.asarray(pull(cotangent)[0]), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("overrides", [dict(), dict(model__style="gpt2", model__kv_heads=8), dict(parallel__remat="full"), dict(parallel__remat="selective")],
-                         ids=["llama", "gpt2", "full", "selective"])
+@pytest.mark.parametrize("overrides", [{}, {"model__style": "gpt2", "model__kv_heads": 8}, {"parallel__remat": "full"},
+                                       {"parallel__remat": "selective"}], ids=["llama", "gpt2", "full", "selective"])
 def test_a_tapped_chunk_gives_the_same_gradients(overrides):
     """One chunk, all layers of a small model on one device: dx and what has no tap bit for bit; the pairs give autodiff's weight gradients."""
     program = small.program(**overrides)
