@@ -40,13 +40,17 @@ def rewrites(ours, theirs, run, platform):
     if platform == "cpu" and run.parallel.lowering == "manual":
         return []
     taken = []
-    for name, explains, ratio in RULES:
-        for line in ours.lines():
-            for other in theirs.lines():
-                if explains(line, other):
-                    taken += take(name, ours, theirs, line, other, ratio(line))
-    taken += out_of_the_loop(ours, theirs, run) + concatenated(ours, theirs)
+    for rule in RULES:
+        taken += one_by_one(ours, theirs, *rule)
+    # several that add up exactly come before one that is nearly as large
+    taken += out_of_the_loop(ours, theirs, run) + concatenated(ours, theirs) + one_by_one(ours, theirs, "padded", padded, lambda line: 1)
     return [*taken, *realigned(theirs, taken), *scalars(ours, theirs)]
+
+
+def one_by_one(ours, theirs, name, explains, ratio):
+    """[Pair] of each predicted line with each compiled one that a rule fits."""
+    return [pair for line in ours.lines() for other in theirs.lines() if explains(line, other)
+            for pair in take(name, ours, theirs, line, other, ratio(line))]
 
 
 def take(name, ours, theirs, line, other, ratio):
@@ -77,7 +81,6 @@ def padded(line, other):
 RULES = (
     ("reduce-scatter as all-reduce", kinds("reduce-scatter", "all-reduce"), lambda line: 1),
     ("all-gather as all-reduce", kinds("all-gather", "all-reduce"), lambda line: 1),
-    ("padded", padded, lambda line: 1),
     ("all-gather as permutes", hops("all-gather"), lambda line: line.n - 1),
     ("reduce-scatter as permutes", hops("reduce-scatter"), lambda line: line.n - 1),
 )

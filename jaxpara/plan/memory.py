@@ -10,11 +10,17 @@ from itertools import permutations
 from math import prod
 
 from jaxpara.config import BYTES
+from jaxpara.pipeline.placing import divergent, schedule, stack
+from jaxpara.plan.passes import passes
+from jaxpara.plan.stages import borders, pair, pairs, stacked_ticks
 from jaxpara.rules import local_shape
 from jaxpara.zero import placements
 
 OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adamw": 2}
 """n_opt: optimizer tensors per parameter."""
+
+KINDS = ("saved", "slots", "pairs", "logits", "working", "weights", "gathered", "gradients")
+"""Kinds of temporaries. slots: activations and cotangents at borders that a pipeline's stages keep for other ticks; pairs: what its B leaves W."""
 
 COUNTERS = {"sgd": 1, "momentum": 1, "adamw": 2}
 """int32 scalars of the optax state: the schedule's step, and Adam's own."""
@@ -150,13 +156,29 @@ def residuals(run, platform):
 
 
 def saved(run, platform="cpu"):
-    """{tensor: bytes per device} kept of all layers until the backward pass, under the run's recompute policy (`jaxpara.context.Ctx.remat`)."""
+    """{tensor: bytes per device} kept of layers until they run backward, under the run's recompute policy (`jaxpara.context.Ctx.remat`): of all,
+    or in a pipeline of one chunk's, in the circular scan without remat_tick in every tick."""
     size, parallel, layers = Sizes(run, platform), run.parallel, run.model.layers
+    if run.mesh.pp > 1:
+        layers = passes(run).length * stacked_ticks(run)
+    if passes(run).merged:
+        return {"layer inputs": layers * size.border}
     inputs = size.border // (run.mesh.tp if parallel.zero_r and parallel.remat == "full" and not parallel.tp_sequence else 1)
     kept = {"none": lambda: residuals(run, platform),
             "full": lambda: {"layer inputs": inputs},
             "selective": lambda: {"layer inputs": inputs, **selected(run, platform)}}[parallel.remat]()
-    return {name: layers * held for name, held in kept.items()}
+    kept = {name: layers * held for name, held in kept.items()}
+    return {**kept, **in_every_tick(run, size)} if stacked_ticks(run) > 1 else kept
+
+
+def in_every_tick(run, size):
+    """{tensor: bytes} that the circular scan without remat_tick keeps of every tick beside activations: the chunk's weights where they differ from
+    tick to tick (by the chunk, or tied to the tick so that ZeRO-3 gathers them there), and the tables of the rotation."""
+    chunks, once = stack(run).chunks, run.parallel.gather_once
+    varying = [p.elements(p.base if once else p.storage) // chunks for p in placements(run).values()
+               if p.parameter.stacked and (chunks > 1 or p.axes(3) and not once)]
+    rotation = size.tokens * run.model.head_dim * size.wide if run.model.style == "llama" else 0
+    return {"weights": stacked_ticks(run) * sum(varying) * size.width, "rotation": stacked_ticks(run) * rotation}
 
 
 def outputs(run):
@@ -198,17 +220,32 @@ def weights(run, platform):
     """{part: bytes per device}: copies of weights, gathered ones, and gradients, while layers run backward.
 
     copies: in compute dtype where parameters have another; where not, XLA:CPU copies what a loop reads and the update replaces: all of it, or under
-    stages 1 and 2 this device's part. gathered: the whole layer under ZeRO-3. gradients: see `gradients`.
+    stages 1 and 2 this device's part (round a pipeline it copies the optimizer's tensors instead, and the donated ones hold as many temporaries).
+    gathered: the whole layer under ZeRO-3; with `gather_once` all, and on CPU one layer that is taken out of the stack. gradients: see below.
     """
     precision, table, compute = run.precision, placements(run), compute_width(run, platform)
-    copied = "storage" if precision.compute != precision.params else "optimizer" if platform == "cpu" else None
+    copied = "storage" if precision.compute != precision.params else "optimizer" if platform == "cpu" and run.mesh.pp == 1 else None
+    layer = sum(layer_elements(run, table))
+    gathered = sum(p.elements(p.base) for p in table.values() if p.axes(3)) + layer * (platform == "cpu") if run.parallel.gather_once else layer
     return {"weights": sum(p.elements(getattr(p, copied)) for p in table.values()) * compute if copied else 0,
-            "gathered": sum(layer_elements(run, table)) * compute, "gradients": gradients(run, table, platform)}
+            "gathered": gathered * compute, "gradients": sum(pipeline_gradients(run, table)) if run.mesh.pp > 1 else gradients(run, table, platform)}
 
 
 def layer_elements(run, table):
     """Elements of each parameter of one layer that ZeRO-3 gathers."""
-    return [p.elements(p.base) // run.model.layers for p in table.values() if p.parameter.stacked and p.axes(3)]
+    return [p.elements(p.base) // passes(run).held for p in table.values() if p.parameter.stacked and p.axes(3)]
+
+
+def pipeline_gradients(run, table):
+    """(bytes of the sums, of one chunk's gradients on their way there): of all parameters, and of the chunk as backward leaves it, with one layer's
+    before it is scattered. The circular scan sums layers only, beside what the loss before it left of the head. With `gather_once` all are whole.
+    """
+    once, width = run.parallel.gather_once, BYTES[run.precision.gradient(run.train.microbatches)]
+    kept = lambda p, kind: p.elements(p.base if once and p.axes(3) else getattr(p, kind))
+    head = "embedding.tokens" if run.model.tied else "head.weight"
+    sums = sum(kept(p, "gradient") for p in table.values() if divergent(run) or p.parameter.stacked or p.name == head)
+    chunk = sum(kept(p, "storage") for p in table.values() if p.parameter.stacked) // stack(run).chunks
+    return sums * width, (chunk + (0 if once else max(layer_elements(run, table), default=0))) * width
 
 
 def gradients(run, table, platform):
@@ -236,24 +273,53 @@ def gradients(run, table, platform):
 
 
 def moments(run, platform="cpu"):
-    """{"loss" | "backward" | "update": {part: bytes per device}}: what is alive beside the arguments at the three moments that may be the fullest."""
+    """{"loss" | "backward" | "weight" | "update": {part: bytes per device}}: what is alive beside the arguments at the moments that may be the
+    fullest; "weight", the weight gradients that a pipeline's W makes."""
     size, table, precision, m = Sizes(run, platform), placements(run), run.precision, run.train.microbatches
-    kept = sum(saved(run, platform).values())
-    head = table["embedding.tokens" if run.model.tied else "head.weight"]
-    chunks = -(-size.tokens // run.parallel.loss_chunk)
-    logits = -(-size.tokens // chunks) * (head.elements(head.base) // run.model.width)
-    rest = weights(run, platform)
+    rest, kept = weights(run, platform), sum(saved(run, platform).values())
     accumulated = sum(p.elements(p.gradient) for p in table.values()) * BYTES[precision.gradient(m)] * (m > 1)
-    gathered = head.elements(head.base) * size.width if head.axes(3) or rest["weights"] else 0
     updated = sum(p.elements(p.optimizer) for p in table.values()) * max(BYTES[precision.optimizer], 4)
-    return {"loss": {"saved": kept, "logits": 2 * logits * size.wide, "working": 2 * size.inside + size.border, "weights": rest["weights"],
-                     "gathered": gathered, "gradients": head.elements(head.base) * size.wide + accumulated},
-            "backward": {"saved": kept, "logits": 0, "working": working_set(run, platform), **rest},
-            "update": {"saved": 0, "logits": 0, "working": 0, "weights": updated, "gathered": 0, "gradients": updated}}
+    none, loss = dict.fromkeys(KINDS, 0), at_the_loss(run, size, table, rest["weights"])
+    found = {"loss": {**none, **loss, "saved": kept, "weights": rest["weights"], "gradients": loss["gradients"] + accumulated},
+             "backward": {**none, "saved": kept, "working": working_set(run, platform), **rest},
+             "update": {**none, "weights": updated, "gradients": updated}}
+    return found if run.mesh.pp == 1 else {**found, **ticks_of(run, size, table, platform, {**found, "loss": {**none, **loss}})}
+
+
+def at_the_loss(run, size, table, copied):
+    """{part: bytes} of one call of the loss: its logits twice, its tokens in and out, the head's weight and its gradient. copied: whether
+    weights are."""
+    tokens = passes(run).tokens * (run.mesh.tp if run.parallel.tp_sequence else 1)
+    head = table["embedding.tokens" if run.model.tied else "head.weight"]
+    chunks = -(-tokens // run.parallel.loss_chunk)
+    logits = -(-tokens // chunks) * (head.elements(head.base) // run.model.width)
+    return {"logits": 2 * logits * size.wide, "working": (2 * size.inside + size.border) * tokens // size.tokens,
+            "gathered": head.elements(head.base) * size.width if head.axes(3) or copied else 0,
+            "gradients": head.elements(head.base) * size.wide}
+
+
+def ticks_of(run, size, table, platform, found):
+    """The moments of a pipeline's ticks, from those of a loss and of a layer alone: what waits for a later tick lies there all the time.
+
+    No layer runs at the loss of a table. The circular scan's one loss stands between all forward ticks and all backward ones, with the outputs as the
+    ticks left them and as they are dealt to the stages.
+    """
+    kept, rest, (sums, chunk) = borders(run), weights(run, platform), pipeline_gradients(run, table)
+    whole = rest["gathered"] if run.parallel.gather_once else 0
+    loss, backward = {**found["loss"], "weights": rest["weights"]}, found["backward"]
+    loss["gathered"] += whole
+    backward = {**backward, "slots": sum(kept.values()) * size.border, "pairs": pairs(run, size, platform, "B")}
+    if not divergent(run):
+        outs = kept["tick inputs"] + kept["cotangents of outputs"] + run.train.microbatches
+        return {"loss": {**loss, "slots": outs * size.border, "saved": backward["saved"] * (stacked_ticks(run) > 1)}, "backward": backward}
+    loss |= {"slots": backward["slots"], "pairs": backward["pairs"], "gradients": loss["gradients"] + sums}
+    split = {"weight": {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": pair(run, size) // stack(run).length,
+                        "gathered": whole, "gradients": sums + chunk}} if schedule(run).split else {}
+    return {"loss": loss, "backward": backward, **split}
 
 
 def temporaries(run, platform="cpu"):
-    """Bytes per device alive beside the arguments at the fullest moment: {"saved", "logits", "working", "weights", "gathered", "gradients", "total"}.
+    """Bytes per device alive beside the arguments at the fullest moment, by KINDS, and "total".
 
     To be held against XLA's own peak: on CPU `temp_size_in_bytes`, on TPU `peak_memory_in_bytes` - `argument_size_in_bytes` (its temp_size counts
     more than the heap ever holds).

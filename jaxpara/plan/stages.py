@@ -1,0 +1,48 @@
+"""Bytes per device that a pipeline holds beside a layer's own: what stages hand on, and what waits for a later tick. No JAX.
+
+A border is [b, s, H] of one micro-batch. Tables keep chunk inputs, cotangents, and pairs for W, each in as many slots as the table needs; the
+circular scan keeps borders of all its ticks, since autodiff stacks what goes into a scan, what comes out of it, and what its backward pass needs.
+"""
+from jaxpara.pipeline.lockstep import tables
+from jaxpara.pipeline.placing import divergent, schedule, stack
+
+
+def ticks(run):
+    """Times that one stage runs a chunk forward, bubbles included, in the scan of a circular pipeline."""
+    return schedule(run).forward_ticks
+
+
+def borders(run):
+    """{what: how many borders are held} while a layer runs backward."""
+    if divergent(run):
+        # what the tick's op gives, what the loss or an embedding gives in the same tick, and the slot that either may have to keep
+        table = tables(schedule(run))
+        return {"chunk inputs": table.slots, "cotangents": table.gradients, "in this tick": 3}
+    m, count = run.train.microbatches, ticks(run)
+    waiting = m if schedule(run).chunks > 1 and m > run.mesh.pp else 0
+    return {"tick inputs": count if run.parallel.remat_tick else 0, "cotangents of outputs": count, "cotangents of embeddings": count,
+            "waiting for the next round": waiting, "in this tick": 2}
+
+
+def stacked_ticks(run):
+    """Of how many ticks a layer's residuals are kept until it runs backward: of its own, or without remat_tick of all in the circular scan."""
+    return 1 if divergent(run) or run.parallel.remat_tick else ticks(run)
+
+
+def pair(run, size):
+    """Bytes of what B leaves W of one chunk: input and output gradient of each of its matmuls, what several read once."""
+    inner = 3 if run.model.style == "llama" else 2
+    layer = 4 * size.inside + 2 * size.query + 2 * size.keys + inner * size.inner
+    return stack(run).length * layer
+
+
+def pairs(run, size, platform, now):
+    """Bytes of the pairs that wait, of those that the tick's op gives, and of those that it takes. now: "B" or "W".
+
+    Every branch of the switch has a pair as result. XLA:CPU also reads the slot that the new pair may have to leave as it was before it
+    runs the branch, and W's pair out of its slot whole; others read both where they are used.
+    """
+    if not divergent(run) or not schedule(run).split:
+        return 0
+    beside = {"B": 2, "W": 3}[now] if platform == "cpu" else 1
+    return (tables(schedule(run)).pairs + beside) * pair(run, size)
