@@ -23,7 +23,7 @@ def circular(run, placements, model, make_ctx):
     """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced like those of
     one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
-    stage = Stage(run, seen, model, make_ctx(seen), run.parallel.remat_tick)
+    stage = Stage(run, seen, model, make_ctx(seen), schedule(run), run.parallel.remat_tick)
     dtype = run.precision.gradient(run.train.microbatches)
     differentiate = jax.value_and_grad(partial(loss, stage))
 
@@ -60,7 +60,7 @@ def ticks(stage, sinks, weights, batch, step, embedded):
     """embedded: [m, b, s, H] at a border -> the same of the last layer, right on the last stage."""
     run = stage.run
     p, m, rounds = run.mesh.pp, run.train.microbatches, stage.numbers.shape[1]
-    turn, count = max(m, p), schedule(run).forward_ticks
+    turn, count = max(m, p), stage.table.forward_ticks
     pairs = [(i, (i + 1) % p) for i in range(p if rounds > 1 else p - 1)]
     first = stage.rank == 0
     waits = rounds > 1 and m > p

@@ -15,7 +15,7 @@ def relay(run, placements, model):
     own = np.asarray([table.held(on).index(chunk) for chunk, on in enumerate(table.placement)], np.int32)
 
     def logits(stored, tokens, ctx):
-        stage = Stage(run, placements, model, ctx, False)
+        stage = Stage(run, placements, model, ctx, table, False)
         weights, sinks = ({name: getattr(one, part) for name, one in stored.items()} for part in ("value", "sink"))
         ends = stage.ends(weights, sinks)
         from_stage = lambda x, on: sum_over(jnp.where(stage.rank == on, x, 0), ("pp",), "border.relay")

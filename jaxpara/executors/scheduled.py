@@ -23,11 +23,12 @@ def scheduled(run, placements, model, make_ctx):
     """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced by
     `gradients.reduce_micro`. make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
-    stage, table = Stage(run, seen, model, make_ctx(seen), True), tables(schedule(run))
+    table = schedule(run)
+    stage, rows = Stage(run, seen, model, make_ctx(seen), table, True), tables(table)
 
     def whole(weights, batch, step, scale):
         usable = gathered(weights, placements) if run.parallel.gather_once else weights
-        machine = Machine(stage, table, usable, batch, step, scale)
+        machine = Machine(stage, rows, usable, batch, step, scale)
         state, _ = lax.scan(machine.tick, machine.start(), machine.rows())
         gradients = state["gradients"]
         return state["loss"], scattered(gradients, placements) if run.parallel.gather_once else gradients

@@ -15,20 +15,19 @@ from jaxpara.collectives import exchange, gather, scatter_in_steps
 from jaxpara.context import Stored
 from jaxpara.gradients import reduce_micro, rows_of
 from jaxpara.model.declare import fill
-from jaxpara.pipeline.placing import schedule
 
 
 class Stage:
-    """One device's part of a pipeline. run, placements, model: the whole model's; ctx: a `ManualCtx` without rows; again: whether the
-    backward pass runs a chunk again from its input."""
+    """One device's part of a pipeline. run, placements, model: the whole model's; ctx: a `ManualCtx` without rows; table: the `Schedule`; again:
+    whether the backward pass runs a chunk again from its input."""
 
-    def __init__(self, run, placements, model, ctx, again):
-        self.run, self.placements, self.model, self.ctx = run, placements, model, ctx
-        stack, placement = next(p.stack for p in placements.values() if p.parameter.stacked), schedule(run).placement
+    def __init__(self, run, placements, model, ctx, table, again):
+        self.run, self.placements, self.model, self.ctx, self.table = run, placements, model, ctx, table
+        stack = next(p.stack for p in placements.values() if p.parameter.stacked)
         self.length, self.padded = stack.length, stack.padded
         ctx.keep = again and stack.length == 1
         self.numbers = np.asarray(stack.rows, np.int32).reshape(run.mesh.pp, stack.chunks, stack.length)
-        self.first, self.last = placement[0], placement[-1]
+        self.last = table.placement[-1]
         self.layers = tuple(name for name, p in placements.items() if p.parameter.stacked)
         self.outside = tuple(name for name in placements if name not in self.layers)
         self.entry = tuple(name for name in self.outside if name.startswith("embedding."))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jaxpara.hlo.attribute import axes_of, coordinates, owner_of, phase_of
 from jaxpara.hlo.parse import Collective
-from jaxpara.pipeline.placing import divergent, schedule
+from jaxpara.pipeline.placing import divergent, schedule, stack
 from jaxpara.plan.lines import Line
 from jaxpara.plan.passes import taken
 
@@ -67,14 +67,17 @@ def by_table(one, run):
 
 def where(trips, run, phase=""):
     """In which loops, in words. trips: passes of each loop around, outermost first; the loss has chunks instead of layers."""
-    rest, words = [trip for trip in trips if trip > 1], []
-    if run.train.microbatches > 1 and rest[:1] == [run.train.microbatches]:
+    rest, words, layers = [trip for trip in trips if trip > 1], [], stack(run).length
+    if run.mesh.pp > 1 and rest[:1] == [schedule(run).ticks if divergent(run) else schedule(run).forward_ticks]:
+        words.append("tick")
+        rest = rest[1:]
+    elif run.mesh.pp == 1 and run.train.microbatches > 1 and rest[:1] == [run.train.microbatches]:
         words.append("micro-batch")
         rest = rest[1:]
     if rest and phase == "loss":
         words.append("chunk")
         rest = rest[1:]
-    elif rest[:1] == [run.model.layers]:
+    elif rest[:1] == [layers]:
         words.append("layer")
         rest = rest[1:]
     words += [f"loop of {trip}" for trip in rest]

@@ -208,12 +208,13 @@ def working_set(run, platform):
     size, parallel = Sizes(run, platform), run.parallel
     recomputed = parallel.remat == "full" or parallel.remat == "selective" and parallel.remat_save == "attention"
     scores, heads, inside = 2 * size.scores(run), 4 * size.query, 4 * size.inside
+    narrow = run.mesh.pp > 1 and BYTES[run.precision.compute] < size.width
     if platform == "tpu":
         return max((4 if recomputed else 2) * size.inner, scores) + inside + 2 * size.border + heads
     if platform == "gpu":
         sums = 2 * size.query if recomputed else 0
         return (4 if recomputed else 3) * size.inner + sums + inside + 2 * size.inside + 2 * size.border + heads
-    return (8 if recomputed else 4) * size.inner + scores + inside + 4 * size.border + heads
+    return ((8 if recomputed else 4) * size.inner + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
 
 
 def weights(run, platform):

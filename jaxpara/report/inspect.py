@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpara.hlo.rewrites import KNOWN
+from jaxpara.report.pipeline import pipeline_lines
 from jaxpara.report.screen import WIDE
 from jaxpara.report.units import duration, size, span
 
@@ -18,6 +19,8 @@ def show(report, console):
     run = report.run
     console.print(Text.assemble((run.name, "bold cyan"), f" for {report.target}: {run.mesh.text}"
                                 + f" ({run.mesh.size} devices)" * (run.mesh.size > 1), f", compiled in {span(report.seconds)}"))
+    for line in pipeline_lines(run):
+        console.print(Text(line))
     for note in run.notes:
         console.print(Text(f"note: {note}", "yellow"))
     console.print()

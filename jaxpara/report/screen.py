@@ -14,6 +14,7 @@ from jaxpara.config import BYTES
 from jaxpara.params import count
 from jaxpara.plan import model_state, traffic
 from jaxpara.report.explain import spec_text
+from jaxpara.report.pipeline import pipeline_lines
 from jaxpara.report.units import both, exact, size, span
 from jaxpara.zero import placements
 
@@ -37,7 +38,7 @@ def before(run, console, facts=()):
     grid = Table.grid(padding=(0, 2))
     for name, text in [("model", f"{count(model):,} parameters: {size_of}"),
                        ("mesh", run.mesh.text + f" ({run.mesh.size} devices)" * (run.mesh.size > 1)),
-                       ("precision", precision_text(run.precision)), ("batch", steps), *facts]:
+                       *zip(("pipeline", "", ""), pipeline_lines(run)), ("precision", precision_text(run.precision)), ("batch", steps), *facts]:
         grid.add_row(Text(name, "bold"), Text(text, overflow="fold"))
     console.print(Text(run.name, "bold cyan"))
     console.print(grid)
