@@ -15,6 +15,10 @@ PULLED_BACK = re.compile(r"(transpose\()?jvp\(")
 """The marks of differentiation, outermost first; a plain jvp( inside a transpose(jvp( is a forward pass run again by our own backward."""
 
 
+DIVIDED = re.compile(r"transpose\(pipeline\.\w+\)/jvp\(")
+"""How JAX writes transpose(jvp( where a scope of ours stands right around the differentiated function."""
+
+
 def coordinates(index, sizes):
     """{axis: place} of partition `index` in a mesh of `sizes`."""
     place = {}
@@ -62,16 +66,19 @@ def groups_over(axes, sizes):
 
 def phase_of(op_name):
     """One of `plan.lines.PHASES`. Our scope decides where there is one; else JAX's marks: transposed is backward, rematted is recompute."""
+    op_name = DIVIDED.sub("transpose(jvp(", op_name)
     scope, part = scope_of(op_name)
     if scope.startswith(("zero0", "zero1", "zero2")):
         return "reduce"
+    if scope == "zero3.scatter":
+        return "backward"
     if scope == "border":
         return "backward" if part == "collect" or "transpose(" in op_name else "forward"
     if scope == "loss":
         return "loss"
     if "rematted_computation" in op_name or scope == "zero_r" or PULLED_BACK.findall(op_name)[-1:] == [""] and "transpose(" in op_name:
         return "recompute"
-    if scope == "zero3.scatter" or part in ("backward", "gradient"):
+    if part in ("backward", "gradient"):
         return "backward"
     if scope in ("update.gather", "norm.sum") or not scope and "optimizer" in re.split(r"[/(:]", op_name):
         return "optimizer"

@@ -10,6 +10,9 @@ from math import ceil, prod
 from jaxpara.hlo.module import HloError, close, parse
 from jaxpara.hlo.module import split as parts_of
 from jaxpara.hlo.parse import BITS
+from jaxpara.hlo.stages import Waiting, core
+from jaxpara.pipeline.placing import stack
+from jaxpara.plan.memory import KINDS as PLANNED
 from jaxpara.rules import local_shape
 from jaxpara.zero import placements
 
@@ -250,7 +253,7 @@ class Liveness:
 
 
 
-KINDS = ("saved", "logits", "working", "weights", "gathered", "gradients", "update", "rest")
+KINDS = (*PLANNED, "update", "rest")
 """Kinds of temporaries; all but the last two as in `plan.temporaries`."""
 
 PARAMETER = re.compile(r"^(state\.(params|master|optimizer)|batch)\b.*\['([\w.]+)'\]")
@@ -259,14 +262,16 @@ PARAMETER = re.compile(r"^(state\.(params|master|optimizer)|batch)\b.*\['([\w.]+
 def kinds(run):
     """A function `Buffer` -> one of KINDS, from its shape and from the scopes in the name of what made it.
 
-    weights: copies in another dtype or layout; gradients: sums and single layers'; saved: kept of all layers for the backward pass; gathered: whole
-    weights of ZeRO-3; logits: of one chunk of the loss; update: of the optimizer; working: all else that is large.
+    weights: copies in another dtype or layout; gradients: sums and single layers'; saved: kept of layers for the backward pass; gathered: whole
+    weights of ZeRO-3; logits: of one chunk of the loss; update: of the optimizer; slots, pairs: what a pipeline keeps for other ticks;
+    working: all else that is large.
     """
-    whole, layer, vocab = set(), set(), set()
+    whole, layer, vocab, chunks = set(), set(), set(), stack(run).chunks
+    waiting = Waiting(run) if run.mesh.pp > 1 else None
     for name, placement in placements(run).items():
         for spec in (placement.storage, placement.gradient, placement.optimizer, placement.base):
             shape = local_shape(placement.shape, spec, run.mesh)
-            whole.add(core(shape))
+            whole |= {core(shape)} | ({core((shape[0] // chunks, *shape[1:]))} if placement.parameter.stacked else set())
             layer |= {core(shape[1:])} if placement.parameter.stacked else set()
             vocab |= {shape[0]} if spec == placement.base and name in ("embedding.tokens", "head.weight") else set()
     gradient = SHORT[run.precision.gradient(run.train.microbatches)]
@@ -279,22 +284,19 @@ def kinds(run):
             return "gathered"
         if re.search(r"zero[123]\.scatter|zero0\.sum", name):
             return "gradients"
+        if waiting and (kept := waiting.kind(buffer)):
+            return kept
         if dims in whole | layer and len(dims) > 1:
             # XLA sums gradients in loops into buffers that start as a broadcast zero
             summed = "transpose(" in name or buffer.opcode == "broadcast" or not name and buffer.carried
             return "gradients" if summed and buffer.dtype == gradient else "weights"
-        if buffer.carried and len(buffer.dims) > 2 and buffer.dims[0] == run.model.layers:
+        if waiting.saved(buffer) if waiting else buffer.carried and len(buffer.dims) > 2 and buffer.dims[0] == run.model.layers:
             return "saved"
         if vocab & set(buffer.dims):
             return "logits"
         return "working" if prod(buffer.dims) > 1024 else "rest"
 
     return kind
-
-
-def core(dims):
-    """A shape whatever its order and its dims of 1."""
-    return tuple(sorted(dim for dim in dims if dim != 1))
 
 
 def split(text, stats, run, module=None):

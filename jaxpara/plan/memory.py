@@ -12,7 +12,7 @@ from math import prod
 from jaxpara.config import BYTES
 from jaxpara.pipeline.placing import divergent, schedule, stack
 from jaxpara.plan.passes import passes
-from jaxpara.plan.stages import borders, pair, pairs, stacked_ticks
+from jaxpara.plan.stages import borders, carried, pair, pairs, stacked_ticks
 from jaxpara.rules import local_shape
 from jaxpara.zero import placements
 
@@ -137,6 +137,19 @@ class Sizes:
         return self.rows * max(self.heads // degree, 1) * piece(length) * piece(keys) * self.wide
 
 
+def shape_of_border(run):
+    """(b, s, H) of one micro-batch at a border, on one device."""
+    size = Sizes(run, "tpu")
+    return size.rows, size.length // (run.mesh.tp if run.parallel.tp_sequence else 1), run.model.width
+
+
+def shapes_of_pair(run):
+    """Shapes on one device of what a layer's matmuls read and give."""
+    size, model, tp = Sizes(run, "tpu"), run.model, run.mesh.tp
+    widths = (model.width,), (size.heads, model.head_dim), (max(model.kv_heads // tp, 1), model.head_dim), (model.ffn // tp,)
+    return [(size.rows, size.length, *width) for width in widths]
+
+
 def residuals(run, platform):
     """{tensor: bytes} that autograd keeps of one layer when everything is kept (SPEC section 2, remat = none), gathered arrays apart.
 
@@ -214,7 +227,8 @@ def working_set(run, platform):
     if platform == "gpu":
         sums = 2 * size.query if recomputed else 0
         return (4 if recomputed else 3) * size.inner + sums + inside + 2 * size.inside + 2 * size.border + heads
-    return ((8 if recomputed else 4) * size.inner + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
+    several = (8 if run.model.style == "llama" else 6) if recomputed else 4
+    return (several * size.inner + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
 
 
 def weights(run, platform):
@@ -222,19 +236,20 @@ def weights(run, platform):
 
     copies: in compute dtype where parameters have another; where not, XLA:CPU copies what a loop reads and the update replaces: all of it, or under
     stages 1 and 2 this device's part (round a pipeline it copies the optimizer's tensors instead, and the donated ones hold as many temporaries).
-    gathered: the whole layer under ZeRO-3; with `gather_once` all, and on CPU one layer that is taken out of the stack. gradients: see below.
+    gathered: the whole layer under ZeRO-3; with `gather_once` all, and on CPU one layer that is taken out of the stack, as under other stages of a
+    pipeline. gradients: see below.
     """
     precision, table, compute = run.precision, placements(run), compute_width(run, platform)
     copied = "storage" if precision.compute != precision.params else "optimizer" if platform == "cpu" and run.mesh.pp == 1 else None
-    layer = sum(layer_elements(run, table))
+    layer = sum(layer_elements(run, table, platform == "cpu" and run.mesh.pp > 1))
     gathered = sum(p.elements(p.base) for p in table.values() if p.axes(3)) + layer * (platform == "cpu") if run.parallel.gather_once else layer
     return {"weights": sum(p.elements(getattr(p, copied)) for p in table.values()) * compute if copied else 0,
             "gathered": gathered * compute, "gradients": sum(pipeline_gradients(run, table)) if run.mesh.pp > 1 else gradients(run, table, platform)}
 
 
-def layer_elements(run, table):
-    """Elements of each parameter of one layer that ZeRO-3 gathers."""
-    return [p.elements(p.base) // passes(run).held for p in table.values() if p.parameter.stacked and p.axes(3)]
+def layer_elements(run, table, whole=False):
+    """Elements of each parameter of one layer that ZeRO-3 gathers, or `whole`: of all."""
+    return [p.elements(p.base) // passes(run).held for p in table.values() if p.parameter.stacked and (whole or p.axes(3))]
 
 
 def pipeline_gradients(run, table):
@@ -280,21 +295,21 @@ def moments(run, platform="cpu"):
     rest, kept = weights(run, platform), sum(saved(run, platform).values())
     accumulated = sum(p.elements(p.gradient) for p in table.values()) * BYTES[precision.gradient(m)] * (m > 1)
     updated = sum(p.elements(p.optimizer) for p in table.values()) * max(BYTES[precision.optimizer], 4)
-    none, loss = dict.fromkeys(KINDS, 0), at_the_loss(run, size, table, rest["weights"])
+    none, loss = dict.fromkeys(KINDS, 0), at_the_loss(run, size, table, rest["weights"], platform)
     found = {"loss": {**none, **loss, "saved": kept, "weights": rest["weights"], "gradients": loss["gradients"] + accumulated},
              "backward": {**none, "saved": kept, "working": working_set(run, platform), **rest},
              "update": {**none, "weights": updated, "gradients": updated}}
     return found if run.mesh.pp == 1 else {**found, **ticks_of(run, size, table, platform, {**found, "loss": {**none, **loss}})}
 
 
-def at_the_loss(run, size, table, copied):
-    """{part: bytes} of one call of the loss: its logits twice, its tokens in and out, the head's weight and its gradient. copied: whether
-    weights are."""
+def at_the_loss(run, size, table, copied, platform):
+    """{part: bytes} of one call of the loss: its logits, their exponentials and, where XLA does not fuse these, their gradients; its tokens in and
+    out, the head's weight and its gradient. copied: whether weights are."""
     tokens = passes(run).tokens * (run.mesh.tp if run.parallel.tp_sequence else 1)
     head = table["embedding.tokens" if run.model.tied else "head.weight"]
     chunks = -(-tokens // run.parallel.loss_chunk)
     logits = -(-tokens // chunks) * (head.elements(head.base) // run.model.width)
-    return {"logits": 2 * logits * size.wide, "working": (2 * size.inside + size.border) * tokens // size.tokens,
+    return {"logits": (3 if platform == "cpu" else 2) * logits * size.wide, "working": (2 * size.inside + size.border) * tokens // size.tokens,
             "gathered": head.elements(head.base) * size.width if head.axes(3) or copied else 0,
             "gradients": head.elements(head.base) * size.wide}
 
@@ -309,12 +324,13 @@ def ticks_of(run, size, table, platform, found):
     whole = rest["gathered"] if run.parallel.gather_once else 0
     loss, backward = {**found["loss"], "weights": rest["weights"]}, found["backward"]
     loss["gathered"] += whole
-    backward = {**backward, "slots": sum(kept.values()) * size.border, "pairs": pairs(run, size, platform, "B")}
+    border = carried(run, size.border, size)
+    backward = {**backward, "slots": sum(kept.values()) * border, "pairs": pairs(run, size, platform, "B")}
     if not divergent(run):
         outs = kept["tick inputs"] + kept["cotangents of outputs"] + run.train.microbatches
-        return {"loss": {**loss, "slots": outs * size.border, "saved": backward["saved"] * (stacked_ticks(run) > 1)}, "backward": backward}
+        return {"loss": {**loss, "slots": outs * border, "saved": backward["saved"] * (stacked_ticks(run) > 1)}, "backward": backward}
     loss |= {"slots": backward["slots"], "pairs": backward["pairs"], "gradients": loss["gradients"] + sums}
-    split = {"weight": {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": pair(run, size) // stack(run).length,
+    split = {"weight": {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": pair(run, size) // stack(run).length if platform == "cpu" else 0,
                         "gathered": whole, "gradients": sums + chunk}} if schedule(run).split else {}
     return {"loss": loss, "backward": backward, **split}
 

@@ -3,6 +3,7 @@
 A border is [b, s, H] of one micro-batch. Tables keep chunk inputs, cotangents, and pairs for W, each in as many slots as the table needs; the
 circular scan keeps borders of all its ticks, since autodiff stacks what goes into a scan, what comes out of it, and what its backward pass needs.
 """
+from jaxpara.config import BYTES
 from jaxpara.pipeline.lockstep import tables
 from jaxpara.pipeline.placing import divergent, schedule, stack
 
@@ -29,20 +30,26 @@ def stacked_ticks(run):
     return 1 if divergent(run) or run.parallel.remat_tick else ticks(run)
 
 
+def carried(run, held, size):
+    """`held` bytes of activations as the loop over ticks carries them: XLA:CPU, where it widens 16-bit types, leaves those be that pass through a
+    table's switch."""
+    return held * BYTES[run.precision.compute] // size.width if divergent(run) else held
+
+
 def pair(run, size):
     """Bytes of what B leaves W of one chunk: input and output gradient of each of its matmuls, what several read once."""
     inner = 3 if run.model.style == "llama" else 2
     layer = 4 * size.inside + 2 * size.query + 2 * size.keys + inner * size.inner
-    return stack(run).length * layer
+    return carried(run, stack(run).length * layer, size)
 
 
 def pairs(run, size, platform, now):
     """Bytes of the pairs that wait, of those that the tick's op gives, and of those that it takes. now: "B" or "W".
 
-    Every branch of the switch has a pair as result. XLA:CPU also reads the slot that the new pair may have to leave as it was before it
-    runs the branch, and W's pair out of its slot whole; others read both where they are used.
+    Every branch of the switch has a pair as result, and W takes its pair out of its slot whole. XLA:CPU also reads the slot that a new pair may
+    have to leave as it was, and does so before it runs the branch.
     """
     if not divergent(run) or not schedule(run).split:
         return 0
-    beside = {"B": 2, "W": 3}[now] if platform == "cpu" else 1
+    beside = {"B": 1, "W": 2}[now] + (platform == "cpu")
     return (tables(schedule(run)).pairs + beside) * pair(run, size)
