@@ -1,22 +1,22 @@
 """The contract of pipelines: what ticks send is what the schedule says, in the branches of the program too."""
 import os
 from functools import cache
+from importlib import import_module
 
 import pytest
+from jax import lax
 
-import jaxpara
 from contract.test_inspect import counted, exact, inspected
 from equivalence.hard import make_run
 from equivalence.matrix import PIPELINES, settings
 from jaxpara import cli
-from jaxpara.executors import scheduled, stage
+from jaxpara.executors import stage
 from jaxpara.hlo.lines import by_table
 from jaxpara.hlo.parse import collectives
 from jaxpara.pipeline.lockstep import tables
 from jaxpara.pipeline.placing import schedule
 from jaxpara.plan import traffic
 from jaxpara.plan.passes import borders, passes, taken
-from jaxpara.settings import configure
 
 PARTS = 6
 ROTATION = int(os.environ.get("ROTATION", 0)) % PARTS
@@ -75,8 +75,8 @@ def test_branches_are_counted_by_their_part():
     for one in collectives(found.text):
         if one.branch:
             seen[one.branch] = by_table(one, found.run).calls * ticks // one.calls
-    assert seen == {"begin": m, "forward": m, "backward": m, "loss": m, "end": m, "send": seen["send"]} or seen.keys() >= {"forward", "backward", "loss"}
-    assert seen["forward"] == seen["backward"] == seen["loss"] == m
+    assert seen.keys() == {"begin", "forward", "backward", "loss", "end", "send"}
+    assert {seen[part] for part in seen if part != "send"} == {m}
 
 
 def test_the_cpu_ring_is_grouped_and_said_to_be(capsys):
@@ -105,6 +105,7 @@ def test_gather_once_gathers_once():
 
 def test_a_second_exchange_is_seen(monkeypatch):
     """Planted fault: every border is sent twice."""
+    scheduled = import_module("jaxpara.executors.scheduled")
     original = scheduled.shift
     twice = lambda x, axis, pairs, scope: original(original(x, axis, pairs, scope), axis, [(b, a) for a, b in pairs], scope)
     monkeypatch.setattr(scheduled, "shift", twice)
@@ -114,17 +115,9 @@ def test_a_second_exchange_is_seen(monkeypatch):
 
 def test_a_head_on_one_stage_is_seen(monkeypatch):
     """Planted fault: every stage gets all of the last outputs."""
-    monkeypatch.setattr(stage.Stage, "part", lambda self, x: stage.gather(x.reshape(1, -1, x.shape[-1]), ("pp",), 1, "border.deal"))
-    monkeypatch.setattr(stage.Stage, "part_of_targets", lambda self, targets: stage.jnp.tile(targets.reshape(1, -1), (1, 2)))
+    def everything(x, axis, split, concat, scope):
+        return stage.gather(x[None], (axis,), 0, scope)[:, lax.axis_index(axis)]
+
+    monkeypatch.setattr(stage, "exchange", everything)
     found = inspected(settings("llama pp2 m2 L2 circular")[0])
     assert not found.kept and counted(found.predicted) != counted(found.compiled)
-
-
-@pytest.mark.parametrize("kind", ["circular", "1f1b", "zb_h1"])
-def test_programs_do_not_grow_with_the_number_of_microbatches(kind):
-    """A table is data: 4 and 64 micro-batches have the same instructions within 1 %."""
-    def instructions(m):
-        run = configure(make_run({"mesh.pp": 4, "model.layers": 4, "parallel.schedule": kind}, "float32"), {"train.microbatches": m, "train.batch": 64})
-        return sum(" = " in line for line in jaxpara.build(run).compiled[0].as_text().splitlines())
-    few, many = instructions(4), instructions(64)
-    assert abs(many / few - 1) < 0.01
