@@ -243,8 +243,9 @@ def weights(run, platform):
     copied = "storage" if precision.compute != precision.params else "optimizer" if platform == "cpu" and run.mesh.pp == 1 else None
     layer = sum(layer_elements(run, table, platform == "cpu" and run.mesh.pp > 1))
     gathered = sum(p.elements(p.base) for p in table.values() if p.axes(3)) + layer * (platform == "cpu") if run.parallel.gather_once else layer
+    backward = sum(pipeline_gradients(run, table, platform)) if run.mesh.pp > 1 else gradients(run, table, platform)
     return {"weights": sum(p.elements(getattr(p, copied)) for p in table.values()) * compute if copied else 0,
-            "gathered": gathered * compute, "gradients": sum(pipeline_gradients(run, table)) if run.mesh.pp > 1 else gradients(run, table, platform)}
+            "gathered": gathered * compute, "gradients": backward}
 
 
 def layer_elements(run, table, whole=False):
@@ -252,16 +253,19 @@ def layer_elements(run, table, whole=False):
     return [p.elements(p.base) // passes(run).held for p in table.values() if p.parameter.stacked and (whole or p.axes(3))]
 
 
-def pipeline_gradients(run, table):
+def pipeline_gradients(run, table, platform):
     """(bytes of the sums, of one chunk's gradients on their way there): of all parameters, and of the chunk as backward leaves it, with one layer's
     before it is scattered. The circular scan sums layers only, beside what the loss before it left of the head. With `gather_once` all are whole.
+    XLA:GPU has a layer's whole gradients all at one time, and scatters them while the next layer makes its own.
     """
     once, width = run.parallel.gather_once, BYTES[run.precision.gradient(run.train.microbatches)]
     kept = lambda p, kind: p.elements(p.base if once and p.axes(3) else getattr(p, kind))
     head = "embedding.tokens" if run.model.tied else "head.weight"
     sums = sum(kept(p, "gradient") for p in table.values() if divergent(run) or p.parameter.stacked or p.name == head)
     chunk = sum(kept(p, "storage") for p in table.values() if p.parameter.stacked) // stack(run).chunks
-    return sums * width, (chunk + (0 if once else max(layer_elements(run, table), default=0))) * width
+    layer = layer_elements(run, table)
+    waiting = sum(layer) * min(passes(run).length, 2) if platform == "gpu" else max(layer, default=0)
+    return sums * width, (chunk + (0 if once else waiting)) * width
 
 
 def gradients(run, table, platform):
@@ -320,7 +324,7 @@ def ticks_of(run, size, table, platform, found):
     No layer runs at the loss of a table. The circular scan's one loss stands between all forward ticks and all backward ones, with the outputs as the
     ticks left them and as they are dealt to the stages.
     """
-    kept, rest, (sums, chunk) = borders(run), weights(run, platform), pipeline_gradients(run, table)
+    kept, rest, (sums, chunk) = borders(run), weights(run, platform), pipeline_gradients(run, table, platform)
     whole = rest["gathered"] if run.parallel.gather_once else 0
     loss, backward = {**found["loss"], "weights": rest["weights"]}, found["backward"]
     loss["gathered"] += whole

@@ -13,7 +13,7 @@ from jaxpara.hlo.stages import core
 from jaxpara.pipeline import lockstep
 from jaxpara.pipeline.placing import schedule, stack
 from jaxpara.plan import memory
-from jaxpara.plan.stages import ticks
+from jaxpara.plan.stages import pairs, ticks
 
 TOLERANCE = 0.15
 TINY = {"model.layers": 4, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 8, "model.width": 32, "model.ffn": 48, "train.seq": 64,
@@ -45,17 +45,13 @@ def temporaries(run, target=None):
     return stats.peak_memory_in_bytes - stats.argument_size_in_bytes if target and target.startswith("tpu") else stats.temp_size_in_bytes
 
 
-def every_slot(monkeypatch):
+@pytest.fixture
+def wasteful(monkeypatch):
     """Planted fault: a slot of its own for each micro-batch and chunk."""
     def one_each(table, kept):
         return {(microbatch, chunk): microbatch * table.chunks + chunk // table.stages for microbatch, chunk in kept}
     lockstep.tables.cache_clear()
     monkeypatch.setattr(lockstep, "assign", one_each)
-
-
-@pytest.fixture
-def wasteful(monkeypatch):
-    every_slot(monkeypatch)
     yield
     lockstep.tables.cache_clear()
 
@@ -70,8 +66,8 @@ def test_1f1b_is_flat():
 
 
 def test_one_slot_per_micro_batch_is_not_flat(wasteful):
-    program = [jaxpara.build(make("1f1b", m)).lower().compile() for m in (4, 32)]
-    assert not is_flat([one.memory_analysis().temp_size_in_bytes for one in program])
+    programs = [jaxpara.build(make("1f1b", m)).lower().compile() for m in (4, 32)]
+    assert not is_flat([program.memory_analysis().temp_size_in_bytes for program in programs])
 
 
 def grows_as_planned(sizes, planned):
@@ -82,11 +78,11 @@ def grows_as_planned(sizes, planned):
 
 @pytest.mark.parametrize("kind", ["gpipe", "circular"])
 def test_gpipe_grows_in_a_line(kind):
-    """GPipe by one border per micro-batch; the circular scan by three, of input, output and embedding."""
+    """GPipe by two borders per micro-batch, input and cotangent; the circular scan by three, of input, output and embedding."""
     runs = [make(kind, m) for m in (4, 8, 12)]
     sizes, planned = [temporaries(run) for run in runs], [memory.temporaries(run)["total"] for run in runs]
     border = 8 * 256 * 128 * 4
-    assert planned[1] - planned[0] == 4 * border * {"gpipe": 1, "circular": 3}[kind]
+    assert planned[1] - planned[0] == 4 * border * {"gpipe": 2, "circular": 3}[kind]
     assert grows_as_planned(sizes, planned)
     flat, twice = [sizes[0]] * 3, [sizes[0] + 2 * (size - sizes[0]) for size in sizes]
     assert not any(grows_as_planned(fault, planned) for fault in (flat, twice, [sizes[0], sizes[0], sizes[2]]))
@@ -113,7 +109,7 @@ EACH = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) fo
 
 @cache
 def case(name):
-    changes = dict(CASES[name])
+    changes = {**CASES[name]}
     run = make(changes.pop("parallel.schedule", name), 8, **changes)
     return run, *compiled(run)
 
@@ -137,9 +133,9 @@ def test_temporaries_are_near(name):
 def test_what_waits_is_what_the_loops_carry(name):
     run, text, stats = case(name)
     planned, found = memory.temporaries(run), split(text, stats, run)["parts"]
-    border = memory.Sizes(run, "cpu").border
-    assert found["slots"] == pytest.approx(planned["slots"], abs=2 * border)
-    assert found["pairs"] == planned["pairs"]
+    size = memory.Sizes(run, "cpu")
+    assert found["slots"] == pytest.approx(planned["slots"], abs=2 * size.border)
+    assert found["pairs"] in [pairs(run, size, "cpu", now) for now in "BW"]
     assert found["saved"] == pytest.approx(planned["saved"], rel=0.1)
 
 
@@ -150,8 +146,8 @@ def test_another_schedule_is_outside_the_tolerance():
     assert total("circular") != pytest.approx(case("circular, all residuals")[2].temp_size_in_bytes, rel=TOLERANCE)
 
 
-def carried(run, text):
-    """{(slots, shape of one)} of what the loop over ticks carries: the loop that carries most bytes."""
+def carried(text):
+    """Shapes that the loop over ticks carries: the entry's loop that carries most bytes."""
     module = parse(text)
     shapes, entry = printed_shapes(text), module.computations[module.entry]
     loops = [leaves(shapes[i.name]) for i in entry.instructions if i.opcode == "while"]
@@ -162,16 +158,16 @@ def carried(run, text):
 def slots_of(run, text):
     """([slots of borders], {slots of pairs}, how many arrays of pairs) that the loop over ticks carries."""
     border, pair = core(memory.shape_of_border(run)), {core(shape) for shape in memory.shapes_of_pair(run)}
-    found, length = carried(run, text), stack(run).length
+    found, length = carried(text), stack(run).length
     borders = sorted(dims[0] for dims in found if len(dims) == 4 and core(dims[1:]) == border)
-    pairs = [dims[0] for dims in found if len(dims) > 4 and dims[1] == length and core(dims[2:]) in pair]
-    return borders, set(pairs), len(pairs)
+    kept = [dims[0] for dims in found if len(dims) > 4 and dims[1] == length and core(dims[2:]) in pair]
+    return borders, set(kept), len(kept)
 
 
 def as_planned(run, text):
     table = lockstep.tables(schedule(run))
-    pairs = ({table.pairs}, 11) if table.pairs else (set(), 0)
-    return slots_of(run, text) == (sorted((table.slots, table.gradients)), *pairs)
+    kept = ({table.pairs}, 11) if table.pairs else (set(), 0)
+    return slots_of(run, text) == (sorted((table.slots, table.gradients)), *kept)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,15 +177,14 @@ def test_slots_are_those_of_the_table(kind):
     assert as_planned(run, compiled(run)[0])
 
 
-def test_other_slots_are_seen(wasteful):
+def test_other_slots_are_seen(wasteful, monkeypatch):
     """Planted fault: the program keeps one per micro-batch, the table says fewer."""
     run = make("zb_h1", 8, 1, TINY)
     text = jaxpara.build(run).lower().compile().as_text()
     assert slots_of(run, text) == ([8, 8], {8}, 11)
+    monkeypatch.undo()
     lockstep.tables.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep, "assign", __import__("jaxpara.pipeline.simulate", fromlist=["assign"]).assign)
-        assert not as_planned(run, text)
+    assert not as_planned(run, text)
 
 
 def test_the_circular_scan_keeps_every_tick():
