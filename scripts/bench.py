@@ -22,6 +22,11 @@ import jaxpara
 
 MESHES = {"fsdp8": {"mesh.fsdp": 8},
           "fsdp2·sp2·tp2": {"mesh.fsdp": 2, "mesh.sp": 2, "mesh.tp": 2, "parallel.sp_order": "zigzag", "parallel.tp_sequence": True}}
+M4 = {"train.microbatches": 4}
+MESHES |= {"fsdp4·tp2, m 4": {"mesh.fsdp": 4, "mesh.tp": 2, **M4},
+           "pp2·fsdp2·tp2 circular": {"mesh.pp": 2, "mesh.fsdp": 2, "mesh.tp": 2, **M4},
+           "pp2·fsdp2·tp2 1f1b": {"mesh.pp": 2, "mesh.fsdp": 2, "mesh.tp": 2, "parallel.schedule": "1f1b", **M4},
+           "pp2·fsdp2·tp2 zb_v": {"mesh.pp": 2, "mesh.fsdp": 2, "mesh.tp": 2, "parallel.schedule": "zb_v", **M4}}
 
 
 def plain_program(run):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpara.collectives import match, shift, varying_axes, vary
-from jaxpara.executors.stage import Stage, gathered, inside, scattered
+from jaxpara.executors.stage import Stage, gathered, inside, scattered, sums
 from jaxpara.gradients import reduce_micro, rows_of
 from jaxpara.pipeline.placing import schedule
 
@@ -29,21 +29,14 @@ def circular(run, placements, model, make_ctx):
 
     def whole(weights, batch, step, scale):
         usable = gathered(weights, placements) if run.parallel.gather_once else weights
-        sinks = {name: sink(value, seen[name], dtype) for name, value in usable.items()}
+        sinks = {name: sums(value, seen[name], dtype) if name in stage.layers else vary(jnp.zeros(value.shape, dtype), varying_axes(value))
+                 for name, value in usable.items()}
         total, gradients = differentiate(sinks, usable, batch, step, scale)
         outside = {name: reduce_micro(gradients[name], seen[name]) for name in stage.outside}
         gradients = {**gradients, **outside}
         return total, scattered(gradients, placements) if run.parallel.gather_once else gradients
 
     return whole
-
-
-def sink(value, placement, dtype):
-    """Zeros where a parameter's gradient comes out: of a layer's, sharded over the axes of ZeRO-2 too, since every tick scatters."""
-    shape = list(value.shape)
-    if placement.parameter.stacked and placement.axes(2):
-        shape[placement.dim] //= lax.axis_size(placement.axes(2))
-    return vary(jnp.zeros(shape, dtype), varying_axes(value))
 
 
 def loss(stage, sinks, weights, batch, step, scale):
@@ -81,9 +74,8 @@ def ticks(stage, sinks, weights, batch, step, embedded):
         active = (t >= stage.rank) & (turns < rounds) & (microbatch < m)
         microbatch, index = jnp.clip(microbatch, 0, m - 1), jnp.clip(turns, 0, rounds - 1)
         if waits:
-            slot = (t - p) % turn
-            keep = lax.dynamic_index_in_dim(waiting, jnp.minimum(slot, m - 1), keepdims=False)
-            waiting = lax.dynamic_update_index_in_dim(waiting, jnp.where((t >= p) & (slot < m), arrived, keep), jnp.minimum(slot, m - 1), 0)
+            # what comes round before tick p is nobody's, and later overwritten
+            waiting = lax.dynamic_update_index_in_dim(waiting, arrived, (t - p) % m, 0)
             arrived = jnp.where(first, lax.dynamic_index_in_dim(waiting, microbatch, keepdims=False), arrived)
         x = jnp.where(first & (turns == 0), fresh, arrived)
         out = hand_on(chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, t, index, microbatch), active)

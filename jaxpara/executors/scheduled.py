@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpara.collectives import match, shift, varying_axes, vary
-from jaxpara.executors.stage import Stage, gathered, inside, scattered
+from jaxpara.executors.stage import Stage, gathered, inside, scattered, sums
 from jaxpara.gradients import reduce_micro
 from jaxpara.pipeline.lockstep import B, tables
 from jaxpara.pipeline.placing import schedule
@@ -65,10 +65,8 @@ class Machine:
 
     def start(self):
         """The state before the first tick."""
-        kept = lambda name, value: reduce_like(value, self.stage.placements[name], self.dtype)
-        gradients = {name: kept(name, value) for name, value in self.weights.items()}
-        pairs = self.note.taps(self.matrices, self.stage.length)
-        pairs = jax.tree.map(lambda zeros: jnp.broadcast_to(zeros, (self.table.pairs, *zeros.shape)), pairs)
+        gradients = {name: sums(value, self.stage.placements[name], self.dtype) for name, value in self.weights.items()}
+        pairs = jax.tree.map(lambda zeros: jnp.broadcast_to(zeros, (self.table.pairs, *zeros.shape)), self.no_pair())
         loss = vary(jnp.zeros((), self.scale.dtype), (*varying_axes(self.batch["targets"]), "pp"))
         return {"slots": self.empty(self.table.slots), "cotangents": self.empty(self.table.gradients), "pairs": pairs,
                 "gradients": gradients, "loss": loss}
@@ -108,6 +106,7 @@ class Machine:
         return gradients, self.empty(1)[0], self.no_pair()
 
     def no_pair(self):
+        """{matrix: Tap} of zeros, one chunk's."""
         return self.note.taps(self.matrices, self.stage.length)
 
     def forward(self, state, now, gradients):
@@ -169,14 +168,6 @@ class Machine:
         return self.add(gradients, found, None)
 
 
-def reduce_like(value, placement, dtype):
-    """Zeros for the sum of what `reduce_micro` leaves of a parameter's gradients."""
-    shape = list(value.shape)
-    if placement.axes(2):
-        shape[placement.dim] //= lax.axis_size(placement.axes(2))
-    return vary(jnp.zeros(shape, dtype), varying_axes(value))
-
-
 def scoped(branch, state, now):
     """A branch of the switch, named in the compiled program."""
     def run(gradients):
@@ -194,6 +185,7 @@ def when(condition, scope, do, state):
 
 
 def at(buffer, slot):
+    """What is in `slot`."""
     return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
 
 

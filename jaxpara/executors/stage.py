@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpara.collectives import exchange, gather, scatter_in_steps
+from jaxpara.collectives import exchange, gather, scatter_in_steps, vary, varying_axes
 from jaxpara.context import Stored
 from jaxpara.gradients import reduce_micro, rows_of
 from jaxpara.model.declare import fill
@@ -97,6 +97,14 @@ def collect(part, source):
     """[1, n, H] of each stage -> [p, n, H] on stage `source`, zeros elsewhere."""
     whole = gather(part, ("pp",), 0, "border.collect")
     return jnp.where(lax.axis_index("pp") == source, whole, 0)
+
+
+def sums(value, placement, dtype):
+    """Zeros for what `reduce_micro` leaves of a parameter's gradient; value: as the ticks have it."""
+    shape = list(value.shape)
+    if placement.axes(2):
+        shape[placement.dim] //= lax.axis_size(placement.axes(2))
+    return vary(jnp.zeros(shape, dtype), varying_axes(value))
 
 
 def inside(run, placements):
