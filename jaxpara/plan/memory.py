@@ -327,16 +327,17 @@ def ticks_of(run, size, table, platform, found):
     kept, rest, (sums, chunk) = borders(run), weights(run, platform), pipeline_gradients(run, table, platform)
     whole = rest["gathered"] if run.parallel.gather_once else 0
     loss, backward = {**found["loss"], "weights": rest["weights"]}, found["backward"]
-    loss["gathered"] += whole
+    loss["gathered"] = whole or loss["gathered"]
     border = carried(run, size.border, size)
     backward = {**backward, "slots": sum(kept.values()) * border, "pairs": pairs(run, size, platform, "B")}
     if not divergent(run):
         outs = kept["tick inputs"] + kept["cotangents of outputs"] + run.train.microbatches
         return {"loss": {**loss, "slots": outs * border, "saved": backward["saved"] * (stacked_ticks(run) > 1)}, "backward": backward}
     loss |= {"slots": backward["slots"], "pairs": backward["pairs"], "gradients": loss["gradients"] + sums}
-    split = {"weight": {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": pair(run, size) // stack(run).length if platform == "cpu" else 0,
-                        "gathered": whole, "gradients": sums + chunk}} if schedule(run).split else {}
-    return {"loss": loss, "backward": backward, **split}
+    # accelerators read a layer's pairs where they lie
+    layer = pair(run, size) // stack(run).length if platform == "cpu" else 0
+    weight = {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": layer, "gathered": whole, "gradients": sums + chunk}
+    return {"loss": loss, "backward": backward, **({"weight": weight} if schedule(run).split else {})}
 
 
 def temporaries(run, platform="cpu"):

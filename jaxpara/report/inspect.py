@@ -101,8 +101,9 @@ def overlap_line(report):
 
 ARGUMENTS = {"parameters": "parameters", "master": "master copy", "optimizer": "optimizer", "batch": "batch", "scalars": "scalars",
              "padding": "tiles"}
-KINDS = {"saved": "saved activations", "slots": "borders of other ticks", "pairs": "pairs for W", "working": "working set", "gathered": "gathered weights", "weights": "copies of weights",
-         "gradients": "gradients", "logits": "logits", "update": "update", "rest": "rest"}
+KINDS = {"saved": "saved activations", "slots": "borders of other ticks", "pairs": "pairs for W", "working": "working set",
+         "gathered": "gathered weights", "weights": "copies of weights", "gradients": "gradients", "logits": "logits", "update": "update",
+         "rest": "rest"}
 
 
 def memory_table(report):

