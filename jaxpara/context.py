@@ -8,7 +8,7 @@ A block sees a *border* layout ([b, S/N_sp, H], with `tp_sequence` [b, S/(N_sp·
 the inside of tensor parallelism: all of the sp shard's tokens, this device's heads or inner width.
 """
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class Rows(NamedTuple):
     number: jax.Array       # int32 [b]: each row's place in the global batch
     index: jax.Array        # int32 [S]: each slot's original place in its row
     key: jax.Array | None   # random key of this step; None: no dropout
+    tick: jax.Array | None = None   # int32 []: in a scan whose every pass is to gather the weights of ZeRO-3 anew
 
 
 def attention_kernel(run, move=shift):
@@ -155,7 +156,7 @@ class Ctx:
 def save_all_but_gathers(primitive, *_, **__):
     """Checkpoint policy of remat = none: recompute only what a device holds a piece of anyway, and views of it (the slice of a KV
     weight, a norm's scale broadcast over tokens), which would keep the gathered weight under another name."""
-    return primitive.name not in ("all_gather", "all_gather_invariant", "dynamic_slice", "broadcast_in_dim")
+    return primitive.name not in ("all_gather", "all_gather_invariant", "dynamic_slice", "broadcast_in_dim", "optimization_barrier")
 
 
 class ManualCtx(Ctx):
@@ -176,6 +177,9 @@ class ManualCtx(Ctx):
         return GatherOf(axes, dim, kv, dtype, name, placement.inner)
 
     def gather_parameter(self, stored):
+        if self.rows is not None and self.rows.tick is not None and self.placements[stored.name].axes(3):
+            # a gather that does not depend on the tick would be done once, before them all
+            stored = replace(stored, value=lax.optimization_barrier((stored.value, self.rows.tick))[0])
         if isinstance(stored.sink, (Tap, Teller)):
             return Tapped(_gather_forward(lax.stop_gradient(stored.value), None, self.how(stored.name, None))[0], stored.sink)
         return _gather_parameter(stored.value, stored.sink, self.how(stored.name, stored.sink.dtype))

@@ -59,11 +59,8 @@ def ticks(stage, sinks, weights, batch, step, embedded):
     waits = rounds > 1 and m > p
 
     def chunk(x, weights, sinks, t, index, microbatch):
-        # a gather that does not depend on the tick would be done once, before them all
-        tied = {name: lax.optimization_barrier((value, t))[0] if stage.placements[name].axes(3) else value
-                for name, value in stage.chunk_of(weights, index).items()}
         own = {name: whole_sink(value, stage.placements[name]) for name, value in stage.chunk_of(sinks, index).items()}
-        return stage.through(x, tied, own, index, stage.rows(batch, microbatch, step))
+        return stage.through(x, stage.chunk_of(weights, index), own, index, stage.rows(batch, microbatch, step, t))
 
     if run.parallel.remat_tick:
         chunk = jax.checkpoint(chunk, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)

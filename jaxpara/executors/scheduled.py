@@ -129,11 +129,12 @@ class Machine:
         """The weight gradients that B left, one layer at a time."""
         owners = self.note.owners(self.matrices)
 
-        def layer(_, pairs):
+        def layer(_, number):
+            pairs = jax.tree.map(lambda buffer: buffer[now["pair"], number], state["pairs"])
             one = lambda name: weight_gradient(self.note.told[name][0], pairs[owners[name]].x, pairs[name].out)
             return None, {name: self.stage.ctx.scatter_parameter(one(name), name, self.dtype) for name in self.matrices}
 
-        _, found = lax.scan(layer, None, jax.tree.map(lambda buffer: at(buffer, now["pair"]), state["pairs"]))
+        _, found = lax.scan(layer, None, jnp.arange(self.stage.length))
         return self.add(gradients, found, now["chunk"]), self.empty(1)[0], self.no_pair()
 
     def add(self, gradients, found, chunk):

@@ -37,9 +37,10 @@ class Stage:
     def rank(self):
         return lax.axis_index("pp")
 
-    def rows(self, batch, index, step):
+    def rows(self, batch, index, step, tick=None):
         """`Rows` of micro-batch `index`."""
-        return rows_of({name: lax.dynamic_index_in_dim(array, index, keepdims=False) for name, array in batch.items()}, self.run, step)
+        micro = {name: lax.dynamic_index_in_dim(array, index, keepdims=False) for name, array in batch.items()}
+        return rows_of(micro, self.run, step)._replace(tick=tick)
 
     def chunk_of(self, arrays, chunk):
         """The rows of one of this stage's chunks, of {name: stacked array}."""

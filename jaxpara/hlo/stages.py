@@ -3,7 +3,7 @@ import re
 
 from jaxpara.pipeline.lockstep import tables
 from jaxpara.pipeline.placing import divergent, schedule, stack
-from jaxpara.plan.memory import shape_of_border, shapes_of_pair
+from jaxpara.plan.memory import Sizes, shape_of_border, shapes_of_pair
 from jaxpara.plan.stages import stacked_ticks, ticks
 
 OF_AN_OP = re.compile(r"pipeline\.(forward|backward|weight|begin|loss|end)|checkpoint|while/body/.*while/body")
@@ -20,9 +20,10 @@ class Waiting:
     by an op's own code."""
 
     def __init__(self, run):
-        table = tables(schedule(run)) if divergent(run) else None
+        table, size = tables(schedule(run)) if divergent(run) else None, Sizes(run, "cpu")
         self.length, self.ticks = stack(run).length, stacked_ticks(run)
         self.border, self.pair = core(shape_of_border(run)), {core(shape) for shape in shapes_of_pair(run)}
+        self.rotation = core((size.rows, size.length, run.model.head_dim // 2))
         self.borders = {table.slots, table.gradients} if table else {ticks(run), run.train.microbatches}
         self.pairs = table.pairs if table else 0
 
@@ -44,5 +45,6 @@ class Waiting:
     def saved(self, buffer):
         """Whether it holds residuals of a chunk's layers: carried by the loop over them, or by the scan over ticks, of all ticks."""
         if self.ticks > 1:
-            return buffer.loops == 0 and buffer.dims[:2] in ((self.ticks, self.length), (self.ticks, 1))
+            stacked = buffer.dims[:2] in ((self.ticks, self.length), (self.ticks, 1))
+            return buffer.loops == 0 and (stacked or buffer.dims[:1] == (self.ticks,) and core(buffer.dims[1:]) == self.rotation)
         return buffer.loops == 1 and buffer.carried and len(buffer.dims) > 2 and buffer.dims[0] == self.length

@@ -16,7 +16,8 @@ class Hop:
     """What travels between stages a fixed distance apart: the pairs that ever have something to send, in which ticks somebody does, and where
     what arrives at the end of a tick is kept.
 
-    distance: stages further on, the last being followed by the first. sent: messages of each stage. pairs: (source, target) stages. sends: bool [ticks]. activation, gradient: int [ticks, stages], the slot on the target; -1: nothing arrives.
+    distance: stages further on, the last being followed by the first. sent: messages of each stage. pairs: (source, target) stages. sends: bool
+    [ticks]. activation, gradient: int [ticks, stages], the slot on the target; -1: nothing arrives.
     """
     distance: int
     sent: tuple[int, ...]

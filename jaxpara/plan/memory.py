@@ -185,11 +185,10 @@ def saved(run, platform="cpu"):
 
 
 def in_every_tick(run, size):
-    """{tensor: bytes} that the circular scan without remat_tick keeps of every tick beside activations: the chunk's weights where they differ from
-    tick to tick (by the chunk, or tied to the tick so that ZeRO-3 gathers them there), and the tables of the rotation."""
+    """{tensor: bytes} that the circular scan without remat_tick keeps of every tick beside activations: the chunk's weights where there are several
+    chunks to take them from, and the tables of the rotation."""
     chunks, once = stack(run).chunks, run.parallel.gather_once
-    varying = [p.elements(p.base if once else p.storage) // chunks for p in placements(run).values()
-               if p.parameter.stacked and (chunks > 1 or p.axes(3) and not once)]
+    varying = [p.elements(p.base if once else p.storage) // chunks for p in placements(run).values() if p.parameter.stacked and chunks > 1]
     rotation = size.tokens * run.model.head_dim * size.wide if run.model.style == "llama" else 0
     return {"weights": stacked_ticks(run) * sum(varying) * size.width, "rotation": stacked_ticks(run) * rotation}
 
@@ -329,14 +328,14 @@ def ticks_of(run, size, table, platform, found):
     loss, backward = {**found["loss"], "weights": rest["weights"]}, found["backward"]
     loss["gathered"] = whole or loss["gathered"]
     border = carried(run, size.border, size)
-    backward = {**backward, "slots": sum(kept.values()) * border, "pairs": pairs(run, size, platform, "B")}
+    backward = {**backward, "slots": sum(kept.values()) * border, "pairs": pairs(run, size, platform)}
     if not divergent(run):
         outs = kept["tick inputs"] + kept["cotangents of outputs"] + run.train.microbatches
         return {"loss": {**loss, "slots": outs * border, "saved": backward["saved"] * (stacked_ticks(run) > 1)}, "backward": backward}
     loss |= {"slots": backward["slots"], "pairs": backward["pairs"], "gradients": loss["gradients"] + sums}
     # accelerators read a layer's pairs where they lie
     layer = pair(run, size) // stack(run).length if platform == "cpu" else 0
-    weight = {**backward, "saved": 0, "pairs": pairs(run, size, platform, "W"), "working": layer, "gathered": whole, "gradients": sums + chunk}
+    weight = {**backward, "saved": 0, "pairs": pairs(run, size, platform), "working": layer, "gathered": whole, "gradients": sums + chunk}
     return {"loss": loss, "backward": backward, **({"weight": weight} if schedule(run).split else {})}
 
 

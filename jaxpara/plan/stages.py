@@ -43,13 +43,13 @@ def pair(run, size):
     return carried(run, stack(run).length * layer, size)
 
 
-def pairs(run, size, platform, now):
-    """Bytes of the pairs that wait, of those that the tick's op gives, and of those that it takes. now: "B" or "W".
+def pairs(run, size, platform):
+    """Bytes of the pairs that wait, and of those that the tick's op gives.
 
-    Every branch of the switch has a pair as result, and W takes its pair out of its slot whole. XLA:CPU also reads the slot that a new pair may
+    Every branch of the switch has a pair as result. XLA:CPU also reads the slot that a new pair may
     have to leave as it was, and does so before it runs the branch.
     """
     if not divergent(run) or not schedule(run).split:
         return 0
-    beside = {"B": 1, "W": 2}[now] + (platform == "cpu")
+    beside = 1 + (platform == "cpu")
     return (tables(schedule(run)).pairs + beside) * pair(run, size)

@@ -135,7 +135,7 @@ def test_what_waits_is_what_the_loops_carry(name):
     planned, found = memory.temporaries(run), split(text, stats, run)["parts"]
     size = memory.Sizes(run, "cpu")
     assert found["slots"] == pytest.approx(planned["slots"], abs=2 * size.border)
-    assert found["pairs"] in [pairs(run, size, "cpu", now) for now in "BW"]
+    assert found["pairs"] == pairs(run, size, "cpu")
     if not planned["pairs"]:        # with pairs B and W need about the same: which is the fullest, XLA decides
         assert found["saved"] == pytest.approx(planned["saved"], rel=0.1)
 
@@ -144,7 +144,7 @@ def test_another_schedule_is_outside_the_tolerance():
     """Planted fault."""
     total = lambda name: memory.temporaries(case(name)[0])["total"]
     assert total("1f1b") != pytest.approx(case("zb_h1")[2].temp_size_in_bytes, rel=TOLERANCE)
-    assert total("circular") != pytest.approx(case("circular, all residuals")[2].temp_size_in_bytes, rel=TOLERANCE)
+    assert total("circular") != pytest.approx(case("1f1b")[2].temp_size_in_bytes, rel=TOLERANCE)
 
 
 def carried(text):
