@@ -128,7 +128,7 @@ def stage_table(schedule, result):
     until = "W" if split else "B"
     unit = "micro-batches" if schedule.chunks == 1 else f"micro-batch chunks, 1/{schedule.chunks} of a stage's activations each"
     caption = (f"Peaks, in {unit}: live, activations from F to {until}; slots, inputs from arrival to B (buffers in one program: {held.buffers}); "
-               "gradients, from arrival to B.")
+               "gradients, from arrival, or from the loss, to B.")
     return Group(table, Text(caption, "italic"))
 
 
