@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.collectives import copy_in, gather, match, rotate, scatter, scatter_in_steps, shift, sum_out, sum_over, vary
+from jaxpara.collectives import copy_in, gather, match, rotate, scatter, scatter_in_steps, sum_out, sum_over, vary
 from jaxpara.kernels import cross_entropy, local, ring, ulysses
 from jaxpara.mesh import partition
 from jaxpara.rules import activation_rules, live
@@ -42,14 +42,14 @@ class Rows(NamedTuple):
     """What the model is told about a micro-batch besides its tokens. All of whole rows, in slot order."""
     positions: jax.Array    # int32 [b, S]
     segments: jax.Array     # int32 [b, S]
-    number: jax.Array       # int32 [b]: each row's place in the global batch
+    number: jax.Array | None    # int32 [b]: each row's place in the global batch; None: no dropout
     index: jax.Array        # int32 [S]: each slot's original place in its row
     key: jax.Array | None   # random key of this step; None: no dropout
     tick: jax.Array | None = None   # int32 []: in a scan whose every pass is to gather the weights of ZeRO-3 anew
 
 
-def attention_kernel(run, move=shift):
-    """The `Kernel` for a run's sp_kind, for one device's heads and slots. move: how a ring sends, `shift` or `rotate`."""
+def attention_kernel(run, move=None):
+    """The `Kernel` for a run's sp_kind, for one device's heads and slots. move: how a ring sends, if not by `shift`."""
     window, sp, inner = run.model.window, run.mesh.sp, ulysses_degree(run)
     if sp == 1:
         return ring.whole(window)
@@ -216,7 +216,7 @@ class ManualCtx(Ctx):
 
     def attention(self, query, key, value):
         """[b, s, heads, d] of this device's heads and slots -> the same shape as query."""
-        kernel = attention_kernel(self.run, rotate if self.grouped else shift)
+        kernel = attention_kernel(self.run, rotate if self.grouped else None)
         return differentiable(*kernel)(query, key, value, self.rows.positions, self.rows.segments)
 
     def cross_entropy(self, x, weight, targets):

@@ -28,7 +28,7 @@ def rows_of(micro, run, step):
     if run.model.dropout and step is not None:
         key = jax.random.fold_in(jax.random.key(run.train.seed + 1, impl="threefry2x32"), step)
     index = jnp.asarray(slots(run, micro["positions"].shape[-1]), jnp.int32)
-    return Rows(micro["positions"], micro["segments"], micro["number"], index, key)
+    return Rows(micro["positions"], micro["segments"], micro["number"] if key is not None else None, index, key)
 
 
 def micro_gradients(model, run, make_ctx):

@@ -55,9 +55,11 @@ def whole(window=None, limit=local.BLOCK):
     return Kernel(forward, backward)
 
 
-def ring(axis, n, inner=1, window=None, limit=local.BLOCK, move=shift):
-    """Kernel for a ring of `n` devices on mesh axis `axis`; with `inner` > 1, of every inner-th device (hybrid). move: how it sends."""
+def ring(axis, n, inner=1, window=None, limit=local.BLOCK, move=None):
+    """Kernel for a ring of `n` devices on mesh axis `axis`; with `inner` > 1, of every inner-th device (hybrid). move: how it sends, if not by
+    `shift`."""
     pairs = [(g * inner + j, (g + 1) % n * inner + j) for g in range(n) for j in range(inner)]
+    move = move or shift
 
     def view(positions, segments, length):
         """(this device's place in the ring, its queries' place in the row, a function hop -> the visiting keys' place)."""

@@ -52,7 +52,8 @@ def _chunks(schedule):
     counts = Counter(schedule.placement)
     for stage in range(schedule.stages):
         if counts[stage] != counts[0]:
-            yield Fault("chunks", f"it holds {counts[stage]} chunk{'s' * (counts[stage] != 1)} and stage 0 holds {counts[0]}", Entry(None, stage, None))
+            words = f"{counts[stage]} chunk{'s' * (counts[stage] != 1)}"
+            yield Fault("chunks", f"it holds {words} and stage 0 holds {counts[0]}", Entry(None, stage, None))
 
 
 def _cells(schedule):

@@ -1,6 +1,5 @@
 """Matching and naming, on lines made by hand."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -130,7 +129,9 @@ def test_what_only_looks_like_a_rewrite_does_not(predicted, compiled):
 def test_words():
     assert [dtype_of(name) for name in ("f32", "bf16", "s32", "u8", "pred", "f8e4m3fn", "c64")] == [
         "float32", "bfloat16", "int32", "uint8", "bool", "float8", "complex64"]
-    run = SimpleNamespace(train=SimpleNamespace(microbatches=3), model=SimpleNamespace(layers=5))
+    run = make_run({"train.microbatches": 3, "model.layers": 5}, "float32")
     assert [where(trips, run) for trips in ((), (3,), (3, 5), (5,), (3, 5, 7), (1, 3, 1, 5))] == [
         "step", "micro-batch", "micro-batch · layer", "layer", "micro-batch · layer · loop of 7", "micro-batch · layer"]
+    piped = make_run({"train.microbatches": 4, "model.layers": 6, "mesh.pp": 2, "parallel.schedule": "1f1b"}, "float32")
+    assert where((10, 3), piped) == "tick · layer" and where((10,), piped) == "tick" and where((4,), piped) == "loop of 4"
     assert where((3, 5), run, "loss") == "micro-batch · chunk", "as many chunks of tokens as layers are no layers"
