@@ -119,9 +119,11 @@ def gathered_keys(run, keys):
     """
     full, n = keys * run.mesh.sp, run.mesh.sp
     yield attention_line(run, n, "keys and values, forward", "all-gather", "forward", full, 2)
-    yield attention_line(run, n, "keys and values, forward again", "all-gather", "recompute", full, 2, again=True)
-    if not passes(run).merged:
-        yield attention_line(run, n, "keys and values, backward", "all-gather", "recompute" if run.parallel.remat == "full" else "backward", full, 2)
+    # of a run of one layer that is run again its gathers serve the backward pass too, which the values' gather is named after
+    merged = passes(run).merged
+    yield attention_line(run, n, "keys and values, forward again", "all-gather", "recompute", full, 1 if merged else 2, again=True)
+    phase = "recompute" if run.parallel.remat == "full" and not merged else "backward"
+    yield attention_line(run, n, "keys and values, backward", "all-gather", phase, full, 1 if merged else 2)
     yield attention_line(run, n, "key and value gradients", "reduce-scatter", "backward", full, 2, wide(run))
 
 
