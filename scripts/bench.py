@@ -1,4 +1,4 @@
-"""Tokens per second of gpt_single against a plain single-device JAX step, and of two meshes on eight fake devices, all in one run.
+"""Tokens per second of gpt_single against a plain single-device JAX step, and of several meshes and pipelines on eight fake devices, all in one run.
 
     .venv/bin/python scripts/bench.py [--steps 20] [--json FILE]
 
