@@ -14,12 +14,10 @@ from jaxpara.model.declare import fill
 from jaxpara.pipeline.placing import divergent
 from jaxpara.rules import activation_rules
 from jaxpara.rules import live as live_spec
+from jaxpara.zero import REPLICA_AXES
 
 TOKEN_AXES = ("dp", "fsdp", "ep", "sp")
 """Axes whose devices see different tokens."""
-
-WORK_AXES = ("pp", *TOKEN_AXES)
-"""Axes whose devices do different work on a weight that they hold in copies, so that its gradients differ."""
 
 
 def rows_of(micro, run, step):
@@ -57,7 +55,12 @@ def tie(weights, placements, micro):
 
 def varying_over(placements, live):
     """{name: axes over which its copies get different gradients}: parameters are cast to vary over them, so that nothing is reduced in silence."""
-    return {name: live(WORK_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+    return {name: live(REPLICA_AXES + ("tp",) * (p.tp_sum or any("tp" in dim for dim in p.base))) for name, p in placements.items()}
+
+
+def sink(like, dtype):
+    """Zeros where a gradient comes out, or from which a sum starts: of the shape and the varying axes of `like`."""
+    return vary(jnp.zeros(like.shape, dtype), varying_axes(like))
 
 
 def one_device(run, placements, model, make_ctx):
@@ -68,7 +71,7 @@ def one_device(run, placements, model, make_ctx):
     gradient_dtype = precision.gradient(m)
 
     def whole(weights, batch, step, scale):
-        sinks = {name: vary(jnp.zeros(value.shape, gradient_dtype), varying_axes(value)) for name, value in weights.items()}
+        sinks = {name: sink(value, gradient_dtype) for name, value in weights.items()}
 
         def one(micro):
             usable = weights if m == 1 else tie(weights, placements, micro)
@@ -76,7 +79,7 @@ def one_device(run, placements, model, make_ctx):
             return loss, {name: reduce_micro(gradient, placements[name]) for name, gradient in gradients.items()}
 
         shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
-        zeros = jax.tree.map(lambda like: vary(jnp.zeros(like.shape, like.dtype), varying_axes(like)), shapes)
+        zeros = jax.tree.map(lambda like: sink(like, like.dtype), shapes)
         return accumulate(one, zeros, batch, m)
 
     return whole
@@ -97,7 +100,7 @@ def manual(run, mesh, placements, model, make=one_device):
         weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
         count = sum_over((batch["targets"] >= 0).sum(dtype=jnp.int32), live(TOKEN_AXES), "loss.count")
         loss, gradients = whole(weights, batch, step, (scale / jnp.maximum(count, 1)).astype(wide))
-        loss = sum_over(loss, live(WORK_AXES), "loss.total") / scale
+        loss = sum_over(loss, live(REPLICA_AXES), "loss.total") / scale
         reduced = {name: reduce_step(gradient, placements[name], live) for name, gradient in gradients.items()}
         return loss, count, {name: unscale(gradient, scale) for name, gradient in reduced.items()}
 

@@ -125,7 +125,7 @@ def coerce(value, kind):
 
 def _list(value, kind):
     """Numbers with commas between them, or a list of Python."""
-    parts = [part for part in value.split(",")] if isinstance(value, str) else value
+    parts = value.split(",") if isinstance(value, str) else value
     try:
         return tuple(_plain(part, kind) for part in parts)
     except (TypeError, ValueError):

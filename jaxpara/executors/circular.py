@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpara.collectives import match, shift, varying_axes, vary
+from jaxpara.collectives import match, shift
 from jaxpara.executors.stage import Stage, gathered, inside, scattered, sums
-from jaxpara.gradients import reduce_micro, rows_of
+from jaxpara.gradients import reduce_micro, rows_of, sink
 from jaxpara.pipeline.placing import schedule
 
 
@@ -29,8 +29,7 @@ def circular(run, placements, model, make_ctx):
 
     def whole(weights, batch, step, scale):
         usable = gathered(weights, placements) if run.parallel.gather_once else weights
-        sinks = {name: sums(value, seen[name], dtype) if name in stage.layers else vary(jnp.zeros(value.shape, dtype), varying_axes(value))
-                 for name, value in usable.items()}
+        sinks = {name: sums(value, seen[name], dtype) if name in stage.layers else sink(value, dtype) for name, value in usable.items()}
         total, gradients = differentiate(sinks, usable, batch, step, scale)
         outside = {name: reduce_micro(gradients[name], seen[name]) for name in stage.outside}
         gradients = {**gradients, **outside}

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpara.collectives import match, shift, varying_axes, vary
 from jaxpara.executors.stage import Stage, gathered, inside, scattered, sums
-from jaxpara.gradients import reduce_micro
+from jaxpara.gradients import reduce_micro, sink
 from jaxpara.pipeline.lockstep import B, tables
 from jaxpara.pipeline.placing import schedule
 from jaxpara.taps import Note, Teller, weight_gradient
@@ -57,7 +57,7 @@ class Machine:
     def sinks(self, names, like=None):
         """{name: zeros where its gradient comes out}, shaped like `like`, by default all that this device has of it."""
         like = self.weights if like is None else like
-        return {name: vary(jnp.zeros(like[name].shape, self.dtype), varying_axes(like[name])) for name in names}
+        return {name: sink(like[name], self.dtype) for name in names}
 
     def empty(self, count):
         """Zeros for `count` activations at a border."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jaxpara.hlo.attribute import axes_of, coordinates, owner_of, phase_of
 from jaxpara.hlo.parse import Collective
-from jaxpara.pipeline.placing import divergent, schedule, stack
+from jaxpara.pipeline.placing import divergent, stack, ticks
 from jaxpara.plan.lines import Line
 from jaxpara.plan.passes import taken
 
@@ -62,13 +62,13 @@ def by_table(one, run):
     if one.branch == "send":
         source, target = (coordinates(device, run.mesh.sizes)["pp"] for device in one.groups[0])
         distance = (target - source) % run.mesh.pp
-    return replace(one, calls=one.calls // schedule(run).ticks * taken(run, one.branch, distance))
+    return replace(one, calls=one.calls // ticks(run) * taken(run, one.branch, distance))
 
 
 def where(trips, run, phase=""):
     """In which loops, in words. trips: passes of each loop around, outermost first; the loss has chunks instead of layers."""
     rest, words, layers = [trip for trip in trips if trip > 1], [], stack(run).length
-    if run.mesh.pp > 1 and rest[:1] == [schedule(run).ticks if divergent(run) else schedule(run).forward_ticks]:
+    if run.mesh.pp > 1 and rest[:1] == [ticks(run)]:
         words.append("tick")
         rest = rest[1:]
     elif run.mesh.pp == 1 and run.train.microbatches > 1 and rest[:1] == [run.train.microbatches]:

@@ -19,6 +19,12 @@ def divergent(run):
     return run.mesh.pp > 1 and (run.parallel.schedule != "circular" or run.parallel.schedule_file is not None)
 
 
+def ticks(run):
+    """Passes of the program's loop over ticks: of the whole table, or, as the circular scan's backward pass mirrors it, up to the last F."""
+    table = schedule(run)
+    return table.ticks if divergent(run) else table.forward_ticks
+
+
 def schedule(run):
     """The `Schedule` of a run with mesh.pp > 1. ConfigError with everything wrong with it if there is none."""
     file = run.parallel.schedule_file

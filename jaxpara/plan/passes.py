@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.pipeline.placing import divergent, schedule, stack
+from jaxpara.pipeline.placing import divergent, schedule, stack, ticks
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,14 @@ class Passes:
         return bool(self.again) and self.length == 1
 
 
+def tokens_per_device(run):
+    """b·S/N_sp: tokens of one micro-batch inside a block on one device."""
+    return run.train.batch // run.train.microbatches // run.mesh.batch * run.train.seq // run.mesh.sp
+
+
 def border_tokens(run):
     """Tokens of one micro-batch that one device holds at a border."""
-    tokens = run.train.batch // run.train.microbatches // run.mesh.batch * run.train.seq // run.mesh.sp
-    return tokens // run.mesh.tp if run.parallel.tp_sequence else tokens
+    return tokens_per_device(run) // (run.mesh.tp if run.parallel.tp_sequence else 1)
 
 
 def passes(run):
@@ -47,9 +51,9 @@ def passes(run):
         runs = m * held.chunks
         layers = runs * held.length
         return Passes(layers, layers, layers, runs, m, 1, m, part(tokens), held.length, held.chunks * held.length)
-    ticks = schedule(run).forward_ticks
-    layers = ticks * held.length
-    return Passes(layers, layers if run.parallel.remat_tick else 0, layers, ticks, 1, m, 1, part(m * tokens), held.length, held.chunks * held.length)
+    count = ticks(run)
+    layers = count * held.length
+    return Passes(layers, layers if run.parallel.remat_tick else 0, layers, count, 1, m, 1, part(m * tokens), held.length, held.chunks * held.length)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ def borders(run):
         return []
     table, m = schedule(run), run.train.microbatches
     if not divergent(run):
-        useful = min(m * table.chunks, table.forward_ticks)
-        return [Border(table.forward_ticks, useful, phase) for phase in ("forward", "backward")]
+        useful = min(m * table.chunks, ticks(run))
+        return [Border(ticks(run), useful, phase) for phase in ("forward", "backward")]
     return [Border(int(hop.sends.sum()), max(hop.sent), "forward") for hop in tables(table).hops if hop.distance]
 
 

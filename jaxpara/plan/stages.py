@@ -5,12 +5,7 @@ circular scan keeps borders of all its ticks, since autodiff stacks what goes in
 """
 from jaxpara.config import BYTES
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.pipeline.placing import divergent, schedule, stack
-
-
-def ticks(run):
-    """Times that one stage runs a chunk forward, bubbles included, in the scan of a circular pipeline."""
-    return schedule(run).forward_ticks
+from jaxpara.pipeline.placing import divergent, schedule, stack, ticks
 
 
 def borders(run):

@@ -7,9 +7,9 @@ from jaxpara.checks import ring_degree, ulysses_degree
 from jaxpara.config import BYTES
 from jaxpara.pipeline.placing import divergent
 from jaxpara.plan.lines import Line
-from jaxpara.plan.passes import border_tokens, borders, passes
+from jaxpara.plan.passes import border_tokens, borders, passes, tokens_per_device
 from jaxpara.plan.weights import norm, reductions, size, updates, zero3
-from jaxpara.zero import placements
+from jaxpara.zero import REPLICA_AXES, placements
 
 
 def traffic(run, platform="cpu"):
@@ -44,11 +44,6 @@ def wide(run):
     return "float64" if BYTES[run.precision.compute] == 8 else "float32"
 
 
-def tokens_per_device(run):
-    """b·S/N_sp: tokens of one micro-batch inside a block on one device."""
-    return run.train.batch // run.train.microbatches // run.mesh.batch * run.train.seq // run.mesh.sp
-
-
 def attention_again(run):
     """Whether the backward pass runs attention's forward pass again, layer by layer."""
     return not passes(run).merged and (run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls"))
@@ -81,11 +76,11 @@ def tensor(run):
     if repeated:
         yield line("block outputs, forward", summed, "recompute", "attention")
     inside = count.tokens * run.model.width * (run.mesh.tp if megatron else 1)
-    for owner, into, out, calls, size in (("embedding", "backward", "forward", count.begins, count.batches * elements),
+    for owner, into, out, calls, whole in (("embedding", "backward", "forward", count.begins, count.batches * elements),
                                           ("head", "forward", "backward", count.losses, inside)):
         if megatron:
-            yield line("embedding and head", "all-gather", into, owner, calls, "micro-batch", size)
-        yield line("embedding and head", summed, out, owner, calls, "micro-batch", size)
+            yield line("embedding and head", "all-gather", into, owner, calls, "micro-batch", whole)
+        yield line("embedding and head", summed, out, owner, calls, "micro-batch", whole)
     if not megatron and run.parallel.zero_r and run.parallel.remat == "full":
         yield line("ZeRO-R layer inputs", "all-gather", "recompute", "", 0 if count.merged else count.backward, "layer")
 
@@ -170,6 +165,6 @@ def loss(run):
             yield Line("all-reduce", ("tp",), dtype, numbers * -(-tokens // chunks), count.losses * chunks, "loss", "loss",
                        run.mesh.tp, "vocabulary-parallel loss", "micro-batch")
     for axes, what, kind in ((run.mesh.live(("dp", "fsdp", "ep", "sp")), "token count", "int32"),
-                             (run.mesh.live(("pp", "dp", "fsdp", "ep", "sp")), "loss", dtype)):
+                             (run.mesh.live(REPLICA_AXES), "loss", dtype)):
         if axes:
             yield Line("all-reduce", axes, kind, 1, 1, "loss", "loss", size(run, axes), what, "step")

@@ -82,7 +82,7 @@ def zero3_once(run, p):
 
 def reductions(run, table):
     """Gradients in gradient dtype: stage 2 in every micro-batch, stages 1 and 0 once a step; what tp ranks hold in copies, once a step."""
-    m, dtype = run.train.microbatches, run.precision.gradient(run.train.microbatches)
+    dtype = run.precision.gradient(run.train.microbatches)
 
     def line(axes, what, kind, when, calls, elements, owner, n=None):
         return Line(kind, axes, dtype, elements, calls, "reduce", owner, n or size(run, axes), what, when)

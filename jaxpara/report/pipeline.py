@@ -1,6 +1,6 @@
 """A run's pipeline in a few lines: who holds what, how long it takes, what waits where, how much of what is sent is nothing. No JAX."""
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.pipeline.placing import counted, divergent, schedule, stack
+from jaxpara.pipeline.placing import counted, divergent, schedule, stack, ticks
 from jaxpara.pipeline.simulate import memory
 from jaxpara.plan.passes import borders
 
@@ -13,9 +13,8 @@ def pipeline_lines(run):
     sizes = [sum(layer >= 0 for layer in layers.rows[start:start + layers.length]) for start in range(0, len(layers.rows), layers.length)]
     each = counted(sizes[0], "layer") if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} layers"
     chunks = f" of {layers.chunks} chunks" * (layers.chunks > 1)
-    ticks = table.ticks if divergent(run) else table.forward_ticks
     yield (f"{run.parallel.schedule_file or table.kind}: {counted(table.stages, 'stage')}{chunks}, {each} in each{' chunk' * (layers.chunks > 1)}, "
-           f"{counted(ticks, 'tick')}" + ", and back" * (not divergent(run)))
+           f"{counted(ticks(run), 'tick')}" + ", and back" * (not divergent(run)))
     yield from _kept(run, table)
     sends = borders(run)
     calls, useful = sum(border.calls for border in sends), sum(border.useful for border in sends)
@@ -28,7 +27,7 @@ def _kept(run, table):
     held = memory(table)
     if not divergent(run):
         what = "chunk inputs" if run.parallel.remat_tick else "activations"
-        yield f"{counted(table.forward_ticks, 'tick')} of {what} kept until the way back"
+        yield f"{counted(ticks(run), 'tick')} of {what} kept until the way back"
         return
     rows = tables(table)
     numbers = f"{counted(rows.slots, 'slot')} for chunk inputs, {rows.gradients} for their output gradients"
