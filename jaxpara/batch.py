@@ -2,17 +2,10 @@
 import jax
 import numpy as np
 
-from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.data.order import order
 from jaxpara.errors import ConfigError
 from jaxpara.mesh import partition
+from jaxpara.order import slots
 from jaxpara.rules import activation_rules, live
-
-
-def slots(run, seq):
-    """int [S]: the original index of the token in each slot of the run's sequence order."""
-    kind = run.parallel.sp_order if run.mesh.sp > 1 else "contiguous"
-    return order(seq, ring_degree(run), ulysses_degree(run), kind)
 
 
 def specs(run):

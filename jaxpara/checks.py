@@ -34,7 +34,7 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    found = [message for rule in (_unbuilt, _pipeline, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
+    found = [message for rule in (_pipeline, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
         if auto and (reason.endswith(f"mesh.{auto} = 1.") or name in UNTIL_FILLED):
@@ -138,12 +138,6 @@ def _pipeline(run):
         yield (f"parallel.lowering = annotated with mesh.pp = {run.mesh.pp}: stages run different layers at one time, and XLA has no sharding "
                f"constraint that says so. Legal: manual.")
     yield from placing.faults(run)
-
-
-def _unbuilt(run):
-    if run.mesh.ep > 1:
-        yield (f"mesh.ep = {run.mesh.ep}: ep splits experts and this version has no mixture-of-experts layer yet. "
-               "Legal: 1 (dp or fsdp split the batch).")
 
 
 def ulysses_degree(run):

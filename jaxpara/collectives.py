@@ -67,6 +67,34 @@ def _sum_out_backward(axes, scope, _, cotangent):
 sum_out.defvjp(_sum_out_forward, _sum_out_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def take_part(x, axes, scope):
+    """This rank's part of dim 1 of what all ranks of `axes` hold / all-gather of the parts' cotangents."""
+    return _part(vary(x, axes), axes)
+
+
+def _part(x, axes):
+    size = x.shape[1] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=1)
+
+
+def _join(x, axes, scope):
+    with jax.named_scope(scope):
+        return lax.all_gather(x, axes, axis=1, tiled=True, to="invarying")
+
+
+take_part.defvjp(lambda x, axes, scope: (take_part(x, axes, scope), None), lambda axes, scope, _, cotangent: (_join(cotangent, axes, scope),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def join_parts(x, axes, scope):
+    """The inverse of `take_part`: all-gather along dim 1 / this rank's part of the cotangent."""
+    return _join(x, axes, scope)
+
+
+join_parts.defvjp(lambda x, axes, scope: (_join(x, axes, scope), None), lambda axes, scope, _, cotangent: (_part(vary(cotangent, axes), axes),))
+
+
 def sum_over(x, axes, scope):
     """All-reduce, not to be differentiated."""
     if not axes:
@@ -120,6 +148,40 @@ def exchange(x, axis, split, concat, scope, groups=None):
     """All-to-all: dim `split` is dealt out over the group, dim `concat` is collected from it. Backward: the reverse exchange."""
     with jax.named_scope(scope):
         return lax.all_to_all(x, axis, split_axis=split % x.ndim, concat_axis=concat % x.ndim, axis_index_groups=groups, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def exchange_ragged(x, counts, axis, rows, back, scope):
+    """All-to-all of pieces of any size: x holds a piece for each rank, one after the other; what arrives lies in the order of the senders, in `rows`
+    rows, zeros at the end. counts: int32 [n, n], rows that rank i sends to rank j. back: the way back, from j to i. Backward: the other way.
+
+    TPU and GPU only: XLA:CPU has no such operation.
+    """
+    return _exchange_ragged(x, counts, axis, rows, back, scope)
+
+
+def _exchange_ragged(x, counts, axis, rows, back, scope):
+    rank = lax.axis_index(axis)
+    before = lambda dim: jnp.cumsum(counts, dim) - counts
+    sent, came = before(1)[rank], before(0)[rank]                   # where the pieces for others lie here, and where they land there
+    took, home = before(0)[:, rank], before(1)[:, rank]
+    to, fro = counts[rank], counts[:, rank]
+    offsets = (took, fro, home, to) if back else (sent, to, came, fro)
+    out = match(jnp.zeros((rows, *x.shape[1:]), x.dtype), x, counts)
+    with jax.named_scope(scope):
+        return lax.ragged_all_to_all(x, out, *offsets, axis_name=axis)
+
+
+def _exchange_ragged_forward(x, counts, *how):
+    return _exchange_ragged(x, counts, *how), (counts, x.shape[0])
+
+
+def _exchange_ragged_backward(axis, rows, back, scope, residuals, cotangent):
+    counts, before = residuals
+    return _exchange_ragged(cotangent, counts, axis, before, not back, scope), None
+
+
+exchange_ragged.defvjp(_exchange_ragged_forward, _exchange_ragged_backward)
 
 
 def shift(tree, axis, pairs, scope):

@@ -19,6 +19,36 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
+class MoE:
+    """Mixture of experts in place of the feed-forward block. Experts have no biases; their activation is that of model.style."""
+    experts: int = 0                            # E; 0 = a dense model
+    top_k: int = 2                              # K, experts per token
+    ffn: int | None = None                      # width of one expert; none = model.ffn
+    every: int = 1                              # every k-th layer has experts, the last of each k
+    first_dense: int = 0                        # so many layers at the start have none
+    shared: int = 0                             # experts that every token passes as well, as one MLP of `shared` times the width
+    routing: Literal["token_choice", "expert_choice", "sinkhorn"] = "token_choice"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True                    # the chosen experts' weights add up to 1
+    scale: float = 1.0                          # of the routed experts' sum
+    expert_groups: int = 1                      # group-limited routing: experts in so many groups,
+    top_groups: int = 1                         # of which a token chooses from the best so many,
+    group_score: Literal["top2", "top1"] = "top2"   # by the sum of each group's two best scores, or its best
+    bias_rate: float = 0.0                      # loss-free balancing: step of the selection bias against measured load; 0 = no bias
+    jitter: float = 0.0                         # the router's input times a number from 1 - jitter to 1 + jitter, in training
+    noise: bool = False                         # learned noise on the router's logits, in training
+    dropout: float = 0.0                        # part of the tokens that pass by the experts, in training
+    aux_weight: float = 0.0                     # of the load-balance loss
+    aux_scope: Literal["sequence", "microbatch", "global"] = "sequence"     # over which tokens loads are counted
+    aux_warmup: int = 0                         # steps from 0 to aux_weight
+    z_weight: float = 0.0                       # of the squared log-normaliser of the router's logits
+    capacity: float | None = None               # c: each expert takes ceil(c·K·G/E) tokens of a group of G; none = dropless
+    group: int | None = None                    # G: consecutive tokens of one row; none = the row
+    drop_order: Literal["probability", "position"] = "probability"  # who stays: the best scores, or the first of the row
+    eval_capacity: bool = False                 # capacity holds in evaluation too
+
+
+@dataclass(frozen=True)
 class Model:
     style: Literal["gpt2", "llama"] = "llama"   # gpt2: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, RoPE, SwiGLU
     layers: int = 4
@@ -35,6 +65,12 @@ class Model:
     norm_eps: float = 1e-5
     qk_norm: bool = False                       # RMSNorm of each query and key head (llama)
     max_positions: int | None = None            # rows of the learned position table; none = train.seq. llama: only a limit on seq
+    moe: MoE = field(default_factory=MoE)
+
+    @property
+    def random(self):
+        """Whether training draws random numbers beyond the first weights."""
+        return bool(self.dropout or self.moe.experts and (self.moe.jitter or self.moe.noise or self.moe.dropout))
 
 
 @dataclass(frozen=True)
@@ -106,6 +142,8 @@ class Parallel:
     layers_per_stage: tuple[int, ...] | None = None     # such as 3,2,2,1: one number per stage, or per chunk in model order; none = even
     gather_once: bool = False                   # pipelines: gather ZeRO-3 weights once per step and keep them, not in every tick
     remat_tick: bool = True                     # circular: of a tick keep its input only, and compute it again in the backward pass
+    moe_transport: Literal["all_to_all", "gather", "ragged"] = "all_to_all"     # how tokens travel over ep; ragged: TPU and GPU only
+    moe_tp: Literal["width", "tokens"] = "width"    # tp in the MoE layer: splits each expert's width, or the tokens
 
 
 @dataclass(frozen=True)
@@ -115,6 +153,13 @@ class Precision:
     master: Dtype | None = None                 # optimizer's own copy of 16-bit weights; none = no copy
     loss_scale: float | None = None             # static; required where float16 appears, undone before the update
 
+    def stored(self, parameter):
+        """Dtype of a `params.Parameter` as stored: a router's is at least float32."""
+        return "float32" if parameter.wide and BYTES[self.params] < 4 else self.params
+
+    def computed(self, parameter):
+        """Dtype of a `params.Parameter` as the model sees it: a router's is at least float32."""
+        return "float32" if parameter.wide and BYTES[self.compute] < 4 else self.compute
 
     def gradient(self, microbatches):
         """Dtype in which gradients are reduced and summed: at least float32 when accumulated or when there is a master copy, else the
@@ -205,6 +250,8 @@ def resolve(run):
                     ffn=fill(model.ffn, ffn),
                     tied=fill(model.tied, gpt2),
                     max_positions=fill(model.max_positions, run.train.seq if gpt2 else None))
+    if model.moe.experts:
+        model = replace(model, moe=replace(model.moe, ffn=fill(model.moe.ffn, model.ffn), group=fill(model.moe.group, run.train.seq)))
     return replace(run, model=model)
 
 

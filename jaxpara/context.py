@@ -18,9 +18,14 @@ from flax import nnx
 from jax import lax
 
 from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.collectives import copy_in, gather, match, rotate, scatter, scatter_in_steps, sum_out, sum_over, vary
+from jaxpara import transport
+from jaxpara.collectives import copy_in, gather, join_parts, match, rotate, scatter, scatter_in_steps, sum_out, sum_over, take_part, vary
+from jaxpara.config import BATCH_AXES
+from jaxpara.experts import layout, spanning, split_axes
 from jaxpara.kernels import cross_entropy, local, ring, ulysses
 from jaxpara.mesh import partition
+from jaxpara.order import inverse, slots
+from jaxpara.pipeline.placing import divergent
 from jaxpara.rules import activation_rules, live
 from jaxpara.taps import Tap, Tapped, Teller
 
@@ -44,8 +49,17 @@ class Rows(NamedTuple):
     segments: jax.Array     # int32 [b, S]
     number: jax.Array | None    # int32 [b]: each row's place in the global batch; None: no dropout
     index: jax.Array        # int32 [S]: each slot's original place in its row
-    key: jax.Array | None   # random key of this step; None: no dropout
+    key: jax.Array | None   # random key of this step; None: nothing random
     tick: jax.Array | None = None   # int32 []: in a scan whose every pass is to gather the weights of ZeRO-3 anew
+    bias: jax.Array | None = None   # float32 [L, E]: the routers' selection bias
+    weigh: jax.Array | None = None  # []: factor of the routers' losses in the backward pass; 0 where this pass is a bubble's; None: none
+    warm: jax.Array | None = None   # []: warm-up factor of the load-balance loss
+
+
+class Moment(NamedTuple):
+    """What a step knows of the training before it."""
+    step: jax.Array                 # int32 []
+    bias: jax.Array | None = None   # of `Rows`
 
 
 def attention_kernel(run, move=None):
@@ -101,6 +115,8 @@ class Ctx:
         self.rules = activation_rules(run)
         self.tp = run.mesh.live(("tp",))
         self.keep = False       # of a layer that was just run again keep everything: it goes backward at once
+        self.training = True    # noise, drops and losses of routers as in training
+        self.watching = False   # tell what every token's router decided
 
     def bind(self, rows):
         """The same context for another micro-batch's `Rows`."""
@@ -124,12 +140,16 @@ class Ctx:
         rate = self.run.model.dropout
         if not rate or self.rows.key is None:
             return x
-        key = jax.random.fold_in(jax.random.fold_in(self.rows.key, layer), site)
         index = self.sequence(self.rows.index[None], border=True)[0]
-        token_key = lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place)
-        token_mask = lambda row, place: jax.random.bernoulli(token_key(row, place), 1 - rate, x.shape[-1:])
-        keep = jax.vmap(lambda row: jax.vmap(lambda place: token_mask(row, place))(index))(self.rows.number)
+        keep = self.draw_at(index, site, layer, lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[-1:]))
         return jnp.where(keep, x / (1 - rate), 0)
+
+    def draw_at(self, index, site, layer, sample):
+        """`sample(key)` of each of this device's rows and of the tokens with these indices in the row: [b, s, ...]. Keys depend on (seed, step, row,
+        index, layer, site) only."""
+        key = jax.random.fold_in(jax.random.fold_in(self.rows.key, layer), site)
+        token_key = lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place)
+        return jax.vmap(lambda row: jax.vmap(lambda place: sample(token_key(row, place)))(index))(self.rows.number)
 
     def positions(self, border=False):
         """int32 [b, s] of the tokens at hand: inside a block, or at a border."""
@@ -162,11 +182,13 @@ def save_all_but_gathers(primitive, *_, **__):
 class ManualCtx(Ctx):
     """Inside `shard_map`: arrays are one device's pieces."""
 
-    def __init__(self, run, placements, rows=None, grouped=False):
-        """grouped: this code stands where not all devices of the mesh take part, so that attention must not use permutes (XLA:CPU mixes up
-        their partners there)."""
+    def __init__(self, run, placements, rows=None, platform="cpu"):
+        """platform: cpu | tpu | gpu, that the program is for."""
         super().__init__(run, placements, rows)
-        self.grouped = grouped
+        self.platform = platform
+        # in code in which not all devices of the mesh take part XLA:CPU mixes up the partners of permutes
+        self.grouped = divergent(run) and platform == "cpu"
+        self.split = split_axes(run) if run.model.moe.experts else ()
 
     def how(self, name, dtype):
         """`GatherOf` of a parameter, one layer of it if it is stacked. dtype: of its gradient."""
@@ -190,7 +212,10 @@ class ManualCtx(Ctx):
 
     def sequence(self, x, border=False):
         """This device's slots of x [b, S]: of its sp shard, and at a border of its part of that."""
-        axes = self.run.mesh.live(("sp", "tp") if border and self.run.parallel.tp_sequence else ("sp",))
+        return self.piece(x, self.run.mesh.live(("sp", "tp") if border and self.run.parallel.tp_sequence else ("sp",)))
+
+    def piece(self, x, axes):
+        """This device's part of x [b, S, ...] that is split over `axes`."""
         for axis in axes:
             size = x.shape[1] // getattr(self.run.mesh, axis)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=1)
@@ -224,6 +249,58 @@ class ManualCtx(Ctx):
         compute = partial(cross_entropy.loss_and_gradients, vocab=self.run.model.vocab, axes=self.tp, limit=self.run.parallel.loss_chunk)
         return summed_loss(compute)(x, weight, targets)
 
+    def moe(self, feed, x, layer):
+        """`MoE` feed of x [b, s, H] at a border -> (the same, summed over tp; its `Load`). The router's tokens lie as inside a block, or with
+        moe_tp = tokens as tp splits the sequence: then a border of Megatron-SP needs no transform, another one a slice and an all-gather."""
+        if self.run.parallel.moe_tp == "width" or not self.tp:
+            out, load = feed(self.enter(x, "moe"), layer, self)
+            return self.exit(out, "moe"), load
+        if self.run.parallel.tp_sequence:
+            return feed(x, layer, self)
+        out, load = feed(take_part(x, self.tp, "tp.enter.moe"), layer, self)
+        return join_parts(out, self.tp, "tp.exit.moe"), load
+
+    def through_experts(self, x, routed, experts):
+        """x: [b, s, H] -> the same, each token through its experts (`jaxpara.transport`)."""
+        sizes = layout(self.run, x.shape[0], not self.training, self.rows.index.shape[0])
+        flat = lambda array: array.reshape(-1, array.shape[-1])
+        out = transport.through_experts(flat(x), flat(routed.expert), flat(routed.gates), experts, sizes, self.platform)
+        return out.reshape(x.shape)
+
+    def draw(self, site, layer, sample):
+        """`draw_at` for the tokens that this device routes."""
+        return self.draw_at(self.piece(self.rows.index[None], self.split)[0], site, layer, sample)
+
+    def share(self, weigh, layer):
+        """This device's part of the factor of the routers' losses: tp ranks that route the same tokens share it; padding has none."""
+        copies = 1 if "tp" in self.split else self.run.mesh.tp
+        return jnp.where(layer >= 0, weigh / copies, 0)
+
+    def row_tokens(self, here):
+        """S, of `here` tokens per row on this device."""
+        return here * self.run.mesh.sp * (self.run.mesh.tp if "tp" in self.split else 1)
+
+    def spans(self):
+        """Whether token groups lie on several devices."""
+        return spanning(self.run, self.rows.index.shape[0])
+
+    def whole(self, x, what):
+        """x: [b, s, ...] of the tokens that this device routes -> [b, S, ...] of whole rows in their original order."""
+        back = inverse(slots(self.run, self.rows.index.shape[0]))
+        return gather(x, self.split, 1, f"moe.{what}")[:, back] if self.split else x
+
+    def own(self, x):
+        """The inverse of `whole`."""
+        return self.piece(x[:, slots(self.run, x.shape[1])], self.split) if self.split else x
+
+    def sum_of_row(self, counts):
+        """Over the devices that hold parts of the same rows."""
+        return sum_over(counts, self.split, "moe.loads")
+
+    def sum_of_batch(self, counts):
+        """Over all devices that route tokens of this micro-batch."""
+        return sum_over(counts, self.run.mesh.live(BATCH_AXES) + self.split, "moe.loads")
+
     def recompute_from_shard(self, layer):
         """ZeRO-R: of a layer's input, which every tp rank holds whole, each keeps 1/tp of the tokens; backward gathers them again."""
         @jax.custom_vjp
@@ -233,14 +310,14 @@ class ManualCtx(Ctx):
         def keep(x, *rest):
             size = x.shape[1] // self.run.mesh.tp
             shard = lax.dynamic_slice_in_dim(vary(x, self.tp), lax.axis_index("tp") * size, size, axis=1)
-            return layer(x, *rest), (shard, *rest)
+            return layer(x, *rest), (shard, *rest)      # of what a layer tells of its router nothing goes backward
 
         def pull(residuals, cotangent):
             shard, stored, number, shared = residuals
             with jax.named_scope("zero_r"):
                 x = lax.all_gather(shard, self.tp, axis=1, tiled=True, to="invarying")
-            _, pullback = jax.vjp(lambda x, stored: layer(x, stored, number, shared), x, stored)
-            return (*pullback(cotangent), None, None)
+            _, pullback = jax.vjp(lambda x, stored: layer(x, stored, number, shared)[0], x, stored)
+            return (*pullback(cotangent[0]), None, None)
 
         run.defvjp(keep, pull)
         return run

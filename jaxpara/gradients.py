@@ -6,12 +6,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpara.batch import slots, specs
+from jaxpara.batch import specs
 from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
+from jaxpara.config import BATCH_AXES
 from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
+from jaxpara.experts import split_axes
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
-from jaxpara.pipeline.placing import divergent
+from jaxpara.order import slots
 from jaxpara.rules import activation_rules
 from jaxpara.rules import live as live_spec
 from jaxpara.zero import REPLICA_AXES
@@ -20,26 +22,52 @@ TOKEN_AXES = ("dp", "fsdp", "ep", "sp")
 """Axes whose devices see different tokens."""
 
 
-def rows_of(micro, run, step):
-    """`Rows` of one micro-batch; the dropout key depends on seed and step only."""
-    key = None
-    if run.model.dropout and step is not None:
-        key = jax.random.fold_in(jax.random.key(run.train.seed + 1, impl="threefry2x32"), step)
+def rows_of(micro, run, moment):
+    """`Rows` of one micro-batch; the random key depends on seed and step only. moment: `Moment`; without a step: not in training."""
+    key, moe = None, run.model.moe
+    training = moment is not None and moment.step is not None
+    if run.model.random and training:
+        key = jax.random.fold_in(jax.random.key(run.train.seed + 1, impl="threefry2x32"), moment.step)
     index = jnp.asarray(slots(run, micro["positions"].shape[-1]), jnp.int32)
-    return Rows(micro["positions"], micro["segments"], micro["number"] if key is not None else None, index, key)
+    rows = Rows(micro["positions"], micro["segments"], micro["number"] if key is not None else None, index, key)
+    rows = rows._replace(bias=moment.bias if moment else None)
+    if not moe.experts or not training:
+        return rows
+    weigh = jnp.asarray(run.precision.loss_scale or 1.0, wide(run)) if moe.aux_weight or moe.z_weight else None
+    return rows._replace(weigh=weigh, warm=warmed(run, moment.step))
+
+
+def objective(loss, loads, run, moment):
+    """The loss that gradients are of: cross-entropy and the routers' losses."""
+    if loads is None:
+        return loss
+    moe = run.model.moe
+    return loss + moe.aux_weight * warmed(run, moment.step) * loads.aux.sum() + moe.z_weight * loads.z.sum()
+
+
+def warmed(run, step):
+    """Factor of the load-balance loss in step `step` (from 0): linear from 0 up to 1 after `moe.aux_warmup` steps."""
+    steps = run.model.moe.aux_warmup
+    return jnp.minimum(jnp.asarray(step, wide(run)) / steps, 1) if steps else jnp.ones((), wide(run))
+
+
+def wide(run):
+    """Dtype of sums: float32, or float64 in float64 runs."""
+    return jnp.promote_types(run.precision.compute, jnp.float32)
 
 
 def micro_gradients(model, run, make_ctx):
-    """A function (sinks, weights, micro-batch, step, scale) -> (summed loss · scale, {name: gradient})."""
-    def loss(sinks, weights, micro, step, scale):
+    """A function (sinks, weights, micro-batch, moment, scale) -> ((summed loss · scale, `Load`s), {name: gradient})."""
+    def loss(sinks, weights, micro, moment, scale):
         stored = {name: Stored(weights[name], sinks[name], name) for name in weights}
-        ctx = make_ctx(rows_of(micro, run, step))
-        return fill(model, stored).loss(micro["tokens"], micro["targets"], ctx) * scale
-    return jax.value_and_grad(loss)
+        ctx = make_ctx(rows_of(micro, run, moment))
+        total, loads = fill(model, stored).loss(micro["tokens"], micro["targets"], ctx)
+        return total * scale, loads
+    return jax.value_and_grad(loss, has_aux=True)
 
 
 def accumulate(one, zeros, batch, m):
-    """Sum (loss, gradients) of `one(micro-batch)` over the m micro-batches. zeros: what a sum starts from."""
+    """Sum what `one(micro-batch)` gives over the m micro-batches. zeros: what a sum starts from."""
     if m == 1:
         return one({name: array[0] for name, array in batch.items()})
     add = lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None)
@@ -64,19 +92,19 @@ def sink(like, dtype):
 
 
 def one_device(run, placements, model, make_ctx):
-    """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}) of one device that runs all layers: micro-batch after
-    micro-batch, each reduced by `reduce_micro`."""
+    """A function (weights, batch, moment, scale) -> ((summed loss · scale, `Load`s), {name: gradient}) of one device that runs all layers:
+    micro-batch after micro-batch, each reduced by `reduce_micro`."""
     precision, m = run.precision, run.train.microbatches
     differentiate = micro_gradients(model, run, partial(make_ctx, placements))
     gradient_dtype = precision.gradient(m)
 
-    def whole(weights, batch, step, scale):
-        sinks = {name: sink(value, gradient_dtype) for name, value in weights.items()}
+    def whole(weights, batch, moment, scale):
+        sinks = {name: sink(value, dtype_of(run, placements[name], gradient_dtype)) for name, value in weights.items()}
 
         def one(micro):
             usable = weights if m == 1 else tie(weights, placements, micro)
-            loss, gradients = differentiate(sinks, usable, micro, step, scale)
-            return loss, {name: reduce_micro(gradient, placements[name]) for name, gradient in gradients.items()}
+            told, gradients = differentiate(sinks, usable, micro, moment, scale)
+            return told, {name: reduce_micro(gradient, placements[name]) for name, gradient in gradients.items()}
 
         shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
         zeros = jax.tree.map(lambda like: sink(like, like.dtype), shapes)
@@ -86,27 +114,51 @@ def one_device(run, placements, model, make_ctx):
 
 
 def manual(run, mesh, placements, model, make=one_device):
-    """(params, batch, step) -> (loss, counted tokens, gradients in the optimizer specs), as one `shard_map` over the whole mesh.
+    """(params, batch, moment) -> (loss, counted tokens, gradients in the optimizer specs, `Load`s), as one `shard_map` over the whole mesh.
 
     make: `one_device`, or an executor of pipelines that is made and called alike.
     """
     precision, live = run.precision, run.mesh.live
     scale, replicas = precision.loss_scale or 1.0, varying_over(placements, live)
-    wide = jnp.promote_types(precision.compute, jnp.float32)
-    grouped = divergent(run) and mesh.devices.flat[0].platform == "cpu"
-    whole = make(run, placements, model, partial(ManualCtx, run, grouped=grouped))
+    whole = make(run, placements, model, partial(ManualCtx, run, platform=platform_of(mesh)))
 
-    def on_device(params, batch, step):
-        weights = {name: vary(value.astype(precision.compute), replicas[name]) for name, value in params.items()}
+    def on_device(params, batch, moment):
+        weights = {name: vary(computed(value, run, placements[name]), replicas[name]) for name, value in params.items()}
         count = sum_over((batch["targets"] >= 0).sum(dtype=jnp.int32), live(TOKEN_AXES), "loss.count")
-        loss, gradients = whole(weights, batch, step, (scale / jnp.maximum(count, 1)).astype(wide))
-        loss = sum_over(loss, live(REPLICA_AXES), "loss.total") / scale
+        (loss, loads), gradients = whole(weights, batch, moment, (scale / jnp.maximum(count, 1)).astype(wide(run)))
+        loss, loads = sum_over(loss, live(REPLICA_AXES), "loss.total") / scale, sum_loads(loads, run)
         reduced = {name: reduce_step(gradient, placements[name], live) for name, gradient in gradients.items()}
-        return loss, count, {name: unscale(gradient, scale) for name, gradient in reduced.items()}
+        return objective(loss, loads, run, moment), count, {name: unscale(gradient, scale) for name, gradient in reduced.items()}, loads
 
     spec_of = lambda kind: {name: partition(getattr(placement, kind)) for name, placement in placements.items()}
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), PartitionSpec()),
-                         out_specs=(PartitionSpec(), PartitionSpec(), spec_of("optimizer")), check_vma=run.parallel.check_vma)
+    replicated = PartitionSpec()
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), replicated),
+                         out_specs=(replicated, replicated, spec_of("optimizer"), replicated), check_vma=run.parallel.check_vma)
+
+
+def platform_of(mesh):
+    """cpu | tpu | gpu."""
+    return mesh.devices.flat[0].platform
+
+
+def computed(value, run, placement):
+    """A stored parameter as the model sees it."""
+    return value.astype(run.precision.computed(placement.parameter))
+
+
+def dtype_of(run, placement, gradient):
+    """Dtype of a parameter's gradient, that of most being `gradient`: never narrower than the parameter."""
+    return jnp.promote_types(gradient, run.precision.stored(placement.parameter))
+
+
+def sum_loads(loads, run):
+    """`Load`s of one device -> the step's, in one sum of integers and one of losses."""
+    if loads is None:
+        return None
+    axes = run.mesh.live(REPLICA_AXES) + tuple(axis for axis in split_axes(run) if axis == "tp")
+    counts = jnp.concatenate([loads.counts, loads.dropped[:, None]], axis=1)
+    counts, losses = sum_over(counts, axes, "moe.totals"), sum_over(jnp.stack([loads.aux, loads.z]), axes, "moe.totals")
+    return loads._replace(counts=counts[:, :-1], dropped=counts[:, -1], aux=losses[0], z=losses[1])
 
 
 def reduce_micro(gradient, placement):
@@ -131,42 +183,52 @@ def annotated(run, mesh, placements, model):
     precision, m = run.precision, run.train.microbatches
     gradient_dtype, scale = precision.gradient(m), precision.loss_scale or 1.0
     kinds = {kind: {name: sharding(mesh, getattr(p, kind)) for name, p in placements.items()} for kind in ("gradient", "optimizer")}
-    wide = jnp.promote_types(precision.compute, jnp.float32)
 
-    def whole(params, batch, step):
-        weights = {name: value.astype(precision.compute) for name, value in params.items()}
-        sinks = {name: jnp.zeros(value.shape, gradient_dtype) for name, value in weights.items()}
+    def whole(params, batch, moment):
+        weights = {name: computed(value, run, placements[name]) for name, value in params.items()}
+        sinks = {name: jnp.zeros(value.shape, dtype_of(run, placements[name], gradient_dtype)) for name, value in weights.items()}
         count = (batch["targets"] >= 0).sum(dtype=jnp.int32)
-        per_token = (scale / jnp.maximum(count, 1)).astype(wide)
+        per_token = (scale / jnp.maximum(count, 1)).astype(wide(run))
         differentiate = micro_gradients(model, run, partial(AnnotatedCtx, run, placements, mesh))
 
         def one(micro):
-            loss, gradients = differentiate(sinks, weights, micro, step, per_token)
-            return loss, lax.with_sharding_constraint(gradients, kinds["gradient"])
+            told, gradients = differentiate(sinks, weights, micro, moment, per_token)
+            return told, lax.with_sharding_constraint(gradients, kinds["gradient"])
 
-        zeros = jnp.zeros((), wide), lax.with_sharding_constraint(sinks, kinds["gradient"])
-        loss, gradients = accumulate(one, zeros, batch, m)
+        shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
+        told = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes[0])
+        (loss, loads), gradients = accumulate(one, (told, lax.with_sharding_constraint(sinks, kinds["gradient"])), batch, m)
         gradients = lax.with_sharding_constraint(gradients, kinds["optimizer"])
-        return loss / scale, count, {name: unscale(gradient, scale) for name, gradient in gradients.items()}
+        unscaled = {name: unscale(gradient, scale) for name, gradient in gradients.items()}
+        return objective(loss / scale, loads, run, moment), count, unscaled, loads
 
     return whole
 
 
-def logits(run, mesh, placements, model, through=None):
-    """(params, batch) -> [1, B, S, V_padded] logits in slot order, no dropout. through: ({name: `Stored`}, tokens, ctx) -> logits [b, s, V_padded],
-    if not all layers are at hand."""
-    compute = run.precision.compute
-    through = through or (lambda stored, tokens, ctx: fill(model, stored).logits(tokens, ctx))
+def logits(run, mesh, placements, model, through=None, watching=False):
+    """(params, batch, moment) -> [1, B, S, V_padded] logits in slot order, as in evaluation. through: ({name: `Stored`}, tokens, ctx) ->
+    (logits [b, s, V_padded], `Load`s), if not all layers are at hand. watching: instead (chosen, expert), each int32 [L, B, S, K], of every token in
+    every layer, in training (see `model.router.Routed`)."""
+    def at_hand(stored, tokens, ctx):
+        whole = fill(model, stored)
+        x, loads = whole.hidden(tokens, ctx)
+        return whole.predict(x, ctx), loads
 
-    def forward(make_ctx, cast, params, batch):
+    def forward(make_ctx, cast, params, batch, moment):
         micro = {name: array[0] for name, array in batch.items()}
-        stored = {name: Stored(cast(name, value.astype(compute)), jnp.zeros(value.shape, compute), name) for name, value in params.items()}
-        return through(stored, micro["tokens"], make_ctx(rows_of(micro, run, None)))[None]
+        usable = {name: cast(name, computed(value, run, placements[name])) for name, value in params.items()}
+        stored = {name: Stored(value, jnp.zeros(value.shape, value.dtype), name) for name, value in usable.items()}
+        ctx = make_ctx(rows_of(micro, run, moment))
+        ctx.training = ctx.watching = watching
+        found, loads = (through or at_hand)(stored, micro["tokens"], ctx)
+        return loads.routed if watching else found[None]
 
     if run.parallel.lowering == "annotated":
         return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)
     replicas = varying_over(placements, run.mesh.live)
     out = partition(live_spec(activation_rules(run).spec(("microbatch", "batch", "sequence", "vocab")), run.mesh))
+    if watching:
+        out = partition(((), run.mesh.live(BATCH_AXES), split_axes(run), ()))
     stored = {name: partition(placement.storage) for name, placement in placements.items()}
-    on_device = partial(forward, partial(ManualCtx, run, placements), lambda name, value: vary(value, replicas[name]))
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, specs(run)), out_specs=out, check_vma=run.parallel.check_vma)
+    on_device = partial(forward, partial(ManualCtx, run, placements, platform=platform_of(mesh)), lambda name, value: vary(value, replicas[name]))
+    return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, specs(run), PartitionSpec()), out_specs=out, check_vma=run.parallel.check_vma)

@@ -14,6 +14,8 @@ class Parameter:
     labels: tuple[str, ...]
     init: str                   # "normal", "zeros" or "ones"
     std: float = 0.0            # of "normal"
+    of: tuple[int, ...] = ()    # the layers that have it, of a stacked one
+    wide: bool = False          # kept and used in at least float32, whatever the run's precision
 
     @property
     def stacked(self):
@@ -28,6 +30,11 @@ class Parameter:
         """A weight of a matmul or an embedding: decayed by the optimizer, unlike norms and biases."""
         return self.init == "normal"
 
+    @property
+    def routed(self):
+        """Whether its matmul sees tokens expert by expert, or decides which expert sees them."""
+        return "experts" in self.labels or self.wide
+
 
 def parameters(model):
     """The `Parameter`s of a resolved `config.Model`, in the order of the forward pass.
@@ -38,10 +45,28 @@ def parameters(model):
     embedding = [Parameter("embedding.tokens", (model.vocab, model.width), ("vocab", "width"), "normal", 0.02)]
     if model.style == "gpt2":
         embedding.append(Parameter("embedding.positions", (model.max_positions, model.width), ("positions", "width"), "normal", 0.01))
-    block = _norm("norm1", model) + _attention(model) + _norm("norm2", model) + _mlp(model)
-    layers = [Parameter(f"layers.{p.name}", (model.layers, *p.shape), ("layers", *p.labels), p.init, p.std) for p in block]
+    layers = _stacked(_norm("norm1", model) + _attention(model) + _norm("norm2", model), range(model.layers))
+    layers += _stacked(_mlp("mlp", model, model.ffn), layers_of(model, "dense")) + _stacked(_moe(model), layers_of(model, "moe"))
     head = [] if model.tied else [Parameter("head.weight", (model.vocab, model.width), ("vocab", "width"), "normal", 0.02)]
     return tuple(embedding + layers + _norm("norm", model) + head)
+
+
+def kinds(model):
+    """"moe" or "dense" for each layer: the last of every `moe.every` after the first `moe.first_dense` has experts."""
+    moe = model.moe
+    routed = lambda layer: moe.experts and layer >= moe.first_dense and (layer - moe.first_dense + 1) % moe.every == 0
+    return tuple("moe" if routed(layer) else "dense" for layer in range(model.layers))
+
+
+def layers_of(model, kind):
+    """The layers whose feed-forward block is of this kind."""
+    return tuple(layer for layer, found in enumerate(kinds(model)) if found == kind)
+
+
+def _stacked(block, layers):
+    """The parameters of one layer, stacked over `layers`; none for no layers."""
+    layers = tuple(layers)
+    return [Parameter(f"layers.{p.name}", (len(layers), *p.shape), ("layers", *p.labels), p.init, p.std, layers, p.wide) for p in block if layers]
 
 
 def _norm(name, model):
@@ -71,18 +96,35 @@ def _attention(model):
     return table
 
 
-def _mlp(model):
-    width, inner, exit_std = model.width, model.ffn, 0.02 / (2 * model.layers) ** 0.5
-    up = Parameter("mlp.up", (width, inner), ("width", "ffn"), "normal", 0.02)
-    down = Parameter("mlp.down", (inner, width), ("ffn", "width"), "normal", exit_std)
-    if model.style == "gpt2":
-        return [up, Parameter("mlp.up_bias", (inner,), ("ffn",), "zeros"), down, Parameter("mlp.down_bias", (width,), ("width",), "zeros")]
-    return [Parameter("mlp.gate", (width, inner), ("width", "ffn"), "normal", 0.02), up, down]
+def _mlp(name, model, inner, label="ffn", biased=True):
+    width, exit_std = model.width, 0.02 / (2 * model.layers) ** 0.5
+    up = Parameter(f"{name}.up", (width, inner), ("width", label), "normal", 0.02)
+    down = Parameter(f"{name}.down", (inner, width), (label, "width"), "normal", exit_std)
+    if model.style == "llama":
+        return [Parameter(f"{name}.gate", (width, inner), ("width", label), "normal", 0.02), up, down]
+    bias = lambda part, size, label: [Parameter(f"{name}.{part}_bias", (size,), (label,), "zeros")] * biased
+    return [up, *bias("up", inner, label), down, *bias("down", width, "width")]
+
+
+def _moe(model):
+    """A router [H, E], its noise, E experts without biases, and one MLP for all shared experts."""
+    moe = model.moe
+    names = ["moe.router"] + ["moe.noise"] * moe.noise
+    router = [Parameter(name, (model.width, moe.experts), ("width", "choices"), "normal", 0.02, wide=True) for name in names]
+    experts = [Parameter(p.name, (moe.experts, *p.shape), ("experts", *p.labels), p.init, p.std)
+               for p in _mlp("moe", model, moe.ffn, "expert_ffn", biased=False)]
+    shared = _mlp("moe.shared", model, moe.shared * moe.ffn, "expert_ffn", biased=False) if moe.shared else []
+    return router + experts + shared
 
 
 def count(model):
     """Φ: number of parameters, vocabulary padding not included."""
     return sum(parameter.size for parameter in parameters(model))
+
+
+def count_active(model):
+    """Φ_act: parameters that one token meets, K of E experts in each layer that has them."""
+    return sum(p.size * model.moe.top_k // model.moe.experts if "experts" in p.labels else p.size for p in parameters(model))
 
 
 def unstack(name, layer):

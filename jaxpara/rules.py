@@ -72,7 +72,8 @@ def parameter_rules(run):
     """Where each label of a parameter lies before ZeRO: stages of the pipeline, and tensor parallelism."""
     return Rules([("layers", "pp"), ("vocab", "tp"), ("heads", "tp"),
                   ("kv_heads", None if kv_replicated(run) else "tp"), ("ffn", "tp"),
-                  ("width", None), ("head_dim", None), ("positions", None)])
+                  ("experts", "ep"), ("expert_ffn", None if run.parallel.moe_tp == "tokens" else "tp"),
+                  ("width", None), ("head_dim", None), ("positions", None), ("choices", None)])
 
 
 def activation_rules(run):

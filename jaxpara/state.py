@@ -13,7 +13,7 @@ from jaxpara.mesh import sharding
 from jaxpara.params import unstack
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "master", "optimizer", "stopped"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "master", "optimizer", "stopped", "bias"], meta_fields=[])
 @dataclass
 class State:
     step: jax.Array             # int32 []: updates done
@@ -21,6 +21,7 @@ class State:
     master: dict[str, Any] | None   # the optimizer's own copy, when params are 16-bit
     optimizer: Any              # optax state, over the master copy if there is one
     stopped: jax.Array          # int32 []: the step whose loss or gradient was not finite; -1 while all is well. No update follows it
+    bias: jax.Array | None = None   # float32 [L, E]: the routers' selection bias, moved by measured load; None without moe.bias_rate
 
 
 def check_random():
@@ -74,7 +75,7 @@ def state_shardings(run, placements, mesh, transformation):
     abstract = {name: jax.ShapeDtypeStruct(p.shape, run.precision.optimizer) for name, p in placements.items()}
     scalar = sharding(mesh, ())
     return State(scalar, stored, kept if run.precision.master else None,
-                 optimizer_shardings(transformation, abstract, placements, mesh), scalar)
+                 optimizer_shardings(transformation, abstract, placements, mesh), scalar, scalar if biased(run) else None)
 
 
 def initial_state(run, placements, transformation, params=None):
@@ -83,8 +84,14 @@ def initial_state(run, placements, transformation, params=None):
         # a 16-bit weight is the rounded master, not the other way round
         params = {name: initial_value(p, run.train.seed, run.precision.optimizer) for name, p in placements.items()}
     master = {name: value.astype(run.precision.optimizer) for name, value in params.items()}
-    stored = {name: value.astype(run.precision.params) for name, value in params.items()}
-    return State(jnp.int32(0), stored, master if run.precision.master else None, transformation.init(master), jnp.int32(-1))
+    stored = {name: value.astype(run.precision.stored(placements[name].parameter)) for name, value in params.items()}
+    bias = jnp.zeros((run.model.layers, run.model.moe.experts), jnp.float32) if biased(run) else None
+    return State(jnp.int32(0), stored, master if run.precision.master else None, transformation.init(master), jnp.int32(-1), bias)
+
+
+def biased(run):
+    """Whether routers have a selection bias."""
+    return bool(run.model.moe.experts and run.model.moe.bias_rate)
 
 
 def to_single_device(arrays, placements):
@@ -95,7 +102,7 @@ def to_single_device(arrays, placements):
         unpadded = tuple(slice(size) for size in placement.parameter.shape[stacked:])
         if stacked:
             whole = np.asarray(arrays[name])
-            single.update({unstack(name, layer): whole[row][unpadded] for layer, row in enumerate(placement.stack.row_of)})
+            single.update({unstack(name, placement.stack.rows[row]): whole[row][unpadded] for row in placement.stack.row_of})
         else:
             single[name] = np.asarray(arrays[name])[unpadded]
     return single
@@ -107,7 +114,8 @@ def from_single_device(single, placements):
     for name, placement in placements.items():
         shape = placement.parameter.shape
         stacked = placement.parameter.stacked
-        paths = [unstack(name, layer) for layer in range(shape[0])] if stacked else [name]
+        layers = placement.parameter.of
+        paths = [unstack(name, layer) for layer in layers] if stacked else [name]
         expected.update(paths)
         for path in paths:
             if path not in single:
@@ -117,7 +125,7 @@ def from_single_device(single, placements):
         if not wrong:
             pieces = [np.asarray(single[path]) for path in paths]
             fill = lambda piece: np.pad(piece, [(0, stored - size) for stored, size in zip(placement.shape[stacked:], shape[stacked:])])
-            rows = [fill(pieces[layer] if layer >= 0 else np.zeros_like(pieces[0])) for layer in placement.stack.rows] if stacked else None
+            rows = [fill(pieces[layers.index(layer)] if layer >= 0 else np.zeros_like(pieces[0])) for layer in placement.stack.rows] if stacked else None
             arrays[name] = np.stack(rows) if stacked else fill(pieces[0])
     wrong += [f"Extra parameter {path}: the model has none of that name." for path in single if path not in expected]
     if wrong:

@@ -6,6 +6,7 @@ the parameter all-gather of ZeRO-1 and 2.
 """
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import jax
@@ -15,16 +16,18 @@ import optax
 from jax import lax
 
 from jaxpara import checks, gradients
-from jaxpara.batch import place_batch, slots, specs
+from jaxpara.balance import balanced, router_metrics
+from jaxpara.batch import place_batch, specs
 from jaxpara.config import resolve
-from jaxpara.data.order import inverse
+from jaxpara.context import Moment
+from jaxpara.order import inverse, slots
 from jaxpara.errors import ConfigError
 from jaxpara.executors import circular, relay, scheduled
 from jaxpara.hlo.inspection import inspection
 from jaxpara.mesh import check_axis_types, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
-from jaxpara.params import parameters
+from jaxpara.params import layers_of, parameters
 from jaxpara.pipeline.placing import divergent
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
 from jaxpara.targets import compile_only, place
@@ -44,6 +47,11 @@ def build(run, target=None):
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)
     return Program(run, mesh, target)
+
+
+def moment(state):
+    """The `Moment` of the step that a state is before."""
+    return Moment(state.step, state.bias)
 
 
 class Metrics(Mapping):
@@ -94,6 +102,7 @@ class Program:
         self._loss_and_grads = jax.jit(self._gradients)
         through = relay(run, self.placements, self.model) if run.mesh.pp > 1 else None
         self._logits = jax.jit(gradients.logits(run, mesh, self.placements, self.model, through))
+        self._routing = jax.jit(gradients.logits(run, mesh, self.placements, self.model, through, watching=True))
 
     def _must_run(self):
         if not self.runs:
@@ -125,7 +134,7 @@ class Program:
     def loss_and_grads(self, state, batch):
         """(loss, {dotted path: np.ndarray}): gradients of the mean loss in the single-device layout, one entry per layer."""
         batch = batch if "number" in batch else self.put(batch)
-        loss, _, grads = self._loss_and_grads(state.params, batch, state.step)
+        loss, _, grads, _ = self._loss_and_grads(state.params, batch, moment(state))
         return float(loss), to_single_device(grads, self.placements)
 
     def params(self, state):
@@ -136,8 +145,18 @@ class Program:
         """np.ndarray [B, S, V] in natural order, without dropout. batch: as for `step` (targets may be missing), any B the mesh divides."""
         batch = {"targets": np.zeros_like(batch["tokens"]), **batch}
         placed = place_batch(batch, self.run, self.mesh, fixed=False)
-        out = np.asarray(self._logits(state.params, placed))[0]
+        out = np.asarray(self._logits(state.params, placed, Moment(None, state.bias)))[0]
         return out[:, inverse(slots(self.run, out.shape[1])), :self.run.model.vocab]
+
+    def routing(self, state, batch):
+        """What the routers decide of a batch in the step that comes next: {"layers": int [n], those with experts, "chosen": int [n, B, S, K],
+        "kept": bool [n, B, S, K], False where an expert had no room}. batch: as for `step`."""
+        if not self.run.model.moe.experts:
+            raise ConfigError("model.moe.experts = 0: this model has no routers.")
+        placed = place_batch(batch, self.run, self.mesh, fixed=False)
+        layers, back = list(layers_of(self.run.model, "moe")), inverse(slots(self.run, self.run.train.seq))
+        chosen, expert = (np.asarray(array)[layers][:, :, back] for array in self._routing(state.params, placed, moment(state)))
+        return {"layers": np.asarray(layers), "chosen": chosen, "kept": expert >= 0}
 
     def abstract(self):
         """(state, batch) as `jax.ShapeDtypeStruct`s with shardings: what `step` takes, with nothing allocated."""
@@ -175,9 +194,13 @@ class Program:
         return inspection(self.run, self.target, platform, step.as_text(), step.memory_analysis(), seconds, usable)
 
     def _train_step(self, state, batch):
-        loss, tokens, grads = self._gradients(state.params, batch, state.step)
+        loss, tokens, grads, loads = self._gradients(state.params, batch, moment(state))
         with jax.named_scope("optimizer"):
-            return self._update(state, loss, tokens, grads)
+            state, metrics = self._update(state, loss, tokens, grads)
+        if loads is None:
+            return state, metrics
+        bias = balanced(self.run, state.bias, loads.counts, metrics["stopped"] < 0)
+        return replace(state, bias=bias), metrics | router_metrics(self.run, loads, grads)
 
     def _place_as(self, tree, kind):
         """Constrain {name: array} to one of the placements' specs; a gather that this takes is its parameter's by name."""
@@ -198,8 +221,9 @@ class Program:
         updates, optimizer_state = self.optimizer.update(wide, state.optimizer, now)
         keep = lambda new, old: jax.tree.map(lambda new, old: jnp.where(healthy, new, old).astype(old.dtype), new, old)
         new = place_as(keep(optax.apply_updates(now, updates), now), "optimizer")
-        params = place_as(place_as({name: value.astype(run.precision.params) for name, value in new.items()}, "optimizer"), "storage")
+        narrow = {name: value.astype(run.precision.stored(self.placements[name].parameter)) for name, value in new.items()}
+        params = place_as(place_as(narrow, "optimizer"), "storage")
         stopped = jnp.where(healthy | (state.stopped >= 0), state.stopped, state.step)
         metrics = {"loss": loss, "grad_norm": norm, "tokens": tokens, "lr": jnp.asarray(self.schedule(state.step)), "stopped": stopped}
         return State(state.step + healthy, params, new if run.precision.master else None,
-                     keep(optimizer_state, state.optimizer), stopped), metrics
+                     keep(optimizer_state, state.optimizer), stopped, state.bias), metrics

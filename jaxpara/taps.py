@@ -27,13 +27,13 @@ class Note:
     """What is told of each matmul while shapes are traced: {name: (einsum, x, out)}."""
     told: dict = field(default_factory=dict)
 
-    def taps(self, names, count):
-        """{name: Tap} of zeros, `count` stacked; a tensor that several read (q, k and v) is kept by the first of them."""
-        zeros = lambda like: vary(jnp.zeros((count, *like.shape), like.dtype), varying_axes(like))
+    def taps(self, names, counts):
+        """{name: Tap} of zeros, counts[name] stacked; a tensor that several read (q, k and v) is kept by the first of them."""
+        zeros = lambda count, like: vary(jnp.zeros((count, *like.shape), like.dtype), varying_axes(like))
         owners, made = self.owners(names), {}
         for name in names:
             _, x, out = self.told[name]
-            made[name] = Tap(zeros(x) if owners[name] == name else None, zeros(out))
+            made[name] = Tap(zeros(counts[name], x) if owners[name] == name else None, zeros(counts[name], out))
         return made
 
     def owners(self, names):

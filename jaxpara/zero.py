@@ -18,7 +18,7 @@ from math import prod
 
 from jaxpara.config import AXES, Mesh
 from jaxpara.params import Parameter, padded_vocab, parameters
-from jaxpara.pipeline.placing import Stack, stack
+from jaxpara.pipeline.placing import Stack, only, stack
 from jaxpara.rules import kv_replicated, live, local_shape, parameter_rules, shards
 
 REPLICA_AXES = ("pp", "dp", "fsdp", "ep", "sp")
@@ -79,7 +79,9 @@ def placements(run):
 
 def place(parameter, run, layers):
     """The `Placement` of one parameter under a run's mesh, rules and ZeRO table. layers: the run's `Stack`."""
-    mesh, stored = run.mesh, {"vocab": padded_vocab(run.model, run.mesh), "layers": len(layers.rows)}
+    mesh = run.mesh
+    layers = only(layers, parameter.of) if parameter.stacked else layers
+    stored = {"vocab": padded_vocab(run.model, run.mesh), "layers": len(layers.rows)}
     shape = tuple(stored.get(label, size) for label, size in zip(parameter.labels, parameter.shape))
     base = live(parameter_rules(run).spec(parameter.labels), mesh)
     sharded = {axis for dim in base for axis in dim}
@@ -113,9 +115,10 @@ def tp_partial(parameter, run):
     """Whether the copies of an unsharded parameter on the tp ranks get different (partial) gradients.
 
     Norms, exit biases and positions work between blocks: on all tokens, alike on every rank, unless Megatron-SP (tp_sequence) splits them.
-    Query/key norms and sliced KV projections work inside a block, on the rank's own heads.
+    Query/key norms and sliced KV projections work inside a block, on the rank's own heads; a router's weights of the experts, on the rank's own
+    columns of them, or, like experts whose width tp does not split, on the rank's own tokens.
     """
-    inside = "kv_heads" in parameter.labels or parameter.labels[-1] == "head_dim"
+    inside = "kv_heads" in parameter.labels or parameter.labels[-1] == "head_dim" or parameter.name.startswith("layers.moe.")
     return inside or run.parallel.tp_sequence
 
 

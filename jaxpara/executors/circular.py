@@ -15,41 +15,42 @@ from jax import lax
 
 from jaxpara.collectives import match, shift
 from jaxpara.executors.stage import Stage, gathered, inside, scattered, sums
-from jaxpara.gradients import reduce_micro, rows_of, sink
+from jaxpara.gradients import dtype_of, reduce_micro, rows_of, sink
 from jaxpara.pipeline.placing import schedule
 
 
 def circular(run, placements, model, make_ctx):
-    """A function (weights, batch, step, scale) -> (summed loss · scale, {name: gradient}): a whole step's, gradients reduced like those of
+    """A function (weights, batch, moment, scale) -> ((summed loss · scale, `Load`s), {name: gradient}): a whole step's, gradients reduced like those of
     one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
     stage = Stage(run, seen, model, make_ctx(seen), schedule(run), run.parallel.remat_tick)
     dtype = run.precision.gradient(run.train.microbatches)
-    differentiate = jax.value_and_grad(partial(loss, stage))
+    differentiate = jax.value_and_grad(partial(loss, stage), has_aux=True)
 
-    def whole(weights, batch, step, scale):
+    def whole(weights, batch, moment, scale):
         usable = gathered(weights, placements) if run.parallel.gather_once else weights
-        sinks = {name: sums(value, seen[name], dtype) if name in stage.layers else sink(value, dtype) for name, value in usable.items()}
-        total, gradients = differentiate(sinks, usable, batch, step, scale)
+        wide = lambda name: dtype_of(run, seen[name], dtype)
+        sinks = {name: (sums(value, seen[name], wide(name)) if name in stage.layers else sink(value, wide(name))) for name, value in usable.items()}
+        told, gradients = differentiate(sinks, usable, batch, moment, scale)
         outside = {name: reduce_micro(gradients[name], seen[name]) for name in stage.outside}
         gradients = {**gradients, **outside}
-        return total, scattered(gradients, placements) if run.parallel.gather_once else gradients
+        return told, scattered(gradients, placements) if run.parallel.gather_once else gradients
 
     return whole
 
 
-def loss(stage, sinks, weights, batch, step, scale):
-    """Summed loss · scale of all micro-batches; this stage's part of it."""
+def loss(stage, sinks, weights, batch, moment, scale):
+    """(summed loss · scale of all micro-batches, this stage's part of it; the `Load`s of its layers)."""
     m = stage.run.train.microbatches
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
-    embedded = stage.ends(weights, sinks).embed(flat["tokens"], stage.ctx.bind(rows_of(flat, stage.run, step)))
+    embedded = stage.ends(weights, sinks).embed(flat["tokens"], stage.ctx.bind(rows_of(flat, stage.run, moment)))
     embedded = embedded.reshape(m, -1, *embedded.shape[1:])
-    out = ticks(stage, sinks, weights, batch, step, embedded)
-    return stage.loss(out, batch["targets"], weights, sinks) * scale
+    out, loads = ticks(stage, sinks, weights, batch, moment, embedded)
+    return stage.loss(out, batch["targets"], weights, sinks) * scale, loads
 
 
-def ticks(stage, sinks, weights, batch, step, embedded):
-    """embedded: [m, b, s, H] at a border -> the same of the last layer, right on the last stage."""
+def ticks(stage, sinks, weights, batch, moment, embedded):
+    """embedded: [m, b, s, H] at a border -> (the same of the last layer, right on the last stage; the `Load`s of this stage's layers)."""
     run = stage.run
     p, m, rounds = run.mesh.pp, run.train.microbatches, stage.numbers.shape[1]
     turn, count = max(m, p), stage.table.forward_ticks
@@ -57,9 +58,11 @@ def ticks(stage, sinks, weights, batch, step, embedded):
     first = stage.rank == 0
     waits = rounds > 1 and m > p
 
-    def chunk(x, weights, sinks, t, index, microbatch):
+    def chunk(x, weights, sinks, t, index, microbatch, active):
         own = {name: whole_sink(value, stage.placements[name]) for name, value in stage.chunk_of(sinks, index).items()}
-        return stage.through(x, stage.chunk_of(weights, index), own, index, stage.rows(batch, microbatch, step, t))
+        rows = stage.rows(batch, microbatch, moment, t)
+        rows = rows if rows.weigh is None else rows._replace(weigh=jnp.where(active, rows.weigh, 0))
+        return stage.through(x, stage.chunk_of(weights, index), own, index, rows)
 
     if run.parallel.remat_tick:
         chunk = jax.checkpoint(chunk, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
@@ -74,14 +77,15 @@ def ticks(stage, sinks, weights, batch, step, embedded):
             waiting = lax.dynamic_update_index_in_dim(waiting, arrived, (t - p) % m, 0)
             arrived = jnp.where(first, lax.dynamic_index_in_dim(waiting, microbatch, keepdims=False), arrived)
         x = jnp.where(first & (turns == 0), fresh, arrived)
-        out = hand_on(chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, t, index, microbatch), active)
-        return (shift(out, "pp", pairs, "border.send"), waiting), out
+        out, loads = chunk(jnp.where(active, x, lax.stop_gradient(embedded[0])), weights, sinks, t, index, microbatch, active)
+        out = hand_on(out, active)
+        return (shift(out, "pp", pairs, "border.send"), waiting), (out, jax.tree.map(lambda load: jnp.where(active, load, 0), loads))
 
     filler = jnp.broadcast_to(lax.stop_gradient(embedded[:1]), (count - m, *embedded.shape[1:]))
     empty = match(jnp.zeros(embedded.shape[1:], embedded.dtype), embedded, stage.rank)
     waiting = match(jnp.zeros((m if waits else 0, *empty.shape), empty.dtype), empty)
-    _, outs = lax.scan(tick, (empty, waiting), (jnp.arange(count), jnp.concatenate([embedded, filler])))
-    return outs[count - m:]
+    _, (outs, loads) = lax.scan(tick, (empty, waiting), (jnp.arange(count), jnp.concatenate([embedded, filler])))
+    return outs[count - m:], jax.tree.map(lambda load: load.sum(0, dtype=load.dtype), loads)
 
 
 def hand_on(out, active):

@@ -37,19 +37,25 @@ class Stage:
     def rank(self):
         return lax.axis_index("pp")
 
-    def rows(self, batch, index, step, tick=None):
+    def rows(self, batch, index, moment, tick=None):
         """`Rows` of micro-batch `index`."""
         micro = {name: lax.dynamic_index_in_dim(array, index, keepdims=False) for name, array in batch.items()}
-        return rows_of(micro, self.run, step)._replace(tick=tick)
+        return rows_of(micro, self.run, moment)._replace(tick=tick)
 
     def chunk_of(self, arrays, chunk):
         """The rows of one of this stage's chunks, of {name: stacked array}."""
         if self.numbers.shape[1] == 1:
             return {name: arrays[name] for name in self.layers}
-        return {name: lax.dynamic_slice_in_dim(arrays[name], chunk * self.length, self.length) for name in self.layers}
+        cut = lambda name: lax.dynamic_slice_in_dim(arrays[name], chunk * self.length_of(name), self.length_of(name))
+        return {name: cut(name) for name in self.layers}
+
+    def length_of(self, name):
+        """Rows of a parameter in one chunk: of its layers those that have it."""
+        return self.placements[name].stack.length
 
     def through(self, x, weights, sinks, chunk, rows):
-        """x: [b, s, H] at a border, through chunk number `chunk` of this stage, whose {name: rows} are in weights and sinks."""
+        """x: [b, s, H] at a border, through chunk number `chunk` of this stage, whose {name: rows} are in weights and sinks. Returns x and, of a model
+        with experts, `Load`s."""
         stored = {name: Stored(weights[name], sinks[name], name) for name in self.layers}
         numbers = jnp.asarray(self.numbers)[self.rank, chunk]
         return fill(self.model, stored).blocks(x, numbers, self.ctx.bind(rows), self.padded)

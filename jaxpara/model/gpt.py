@@ -1,30 +1,69 @@
 """The transformer put together: embedding, a scan over blocks, final norm, head and loss."""
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpara.collectives import match
 from jaxpara.model.attention import Attention
 from jaxpara.model.embedding import Embedding, Head
 from jaxpara.model.mlp import MLP
+from jaxpara.model.moe import MoE
 from jaxpara.model.norm import Norm
 from jaxpara.model.rope import rope_table
+from jaxpara.params import kinds
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 """Dropout sites: each folds its own number into the key."""
 
 
 class Block(nnx.Module):
+    """One layer, but for its feed-forward block, which is of one of two kinds."""
+
     def __init__(self, table, name, model):
         self.norm1, self.attention = Norm(table, f"{name}.norm1", model.norm_eps), Attention(table, f"{name}.attention", model)
-        self.norm2, self.mlp = Norm(table, f"{name}.norm2", model.norm_eps), MLP(table, f"{name}.mlp", model)
+        self.norm2 = Norm(table, f"{name}.norm2", model.norm_eps)
 
-    def __call__(self, x, layer, rope, ctx):
-        """x: [b, s, H] at a border; layer: int32 [], its number; rope: tables or None. Returns the same layout."""
+    def __call__(self, x, feed, layer, rope, ctx):
+        """x: [b, s, H] at a border; feed: `MLP` or `MoE`; layer: int32 [], its number; rope: tables or None. Returns the same layout, and the
+        `Load` of a MoE."""
         heads = checkpoint_name(ctx.exit(self.attention(ctx.enter(self.norm1(x), "attention"), rope, ctx), "attention"), "matmul")
         x += ctx.dropout(self.attention.bias(heads), ATTENTION_SITE, layer)
-        inner = ctx.exit(self.mlp(ctx.enter(self.norm2(x), "mlp"), ctx), "mlp")
-        return x + ctx.dropout(self.mlp.bias(inner), MLP_SITE, layer)
+        if isinstance(feed, MoE):
+            out, load = ctx.moe(feed, self.norm2(x), layer)
+        else:
+            out, load = feed.bias(ctx.exit(feed(ctx.enter(self.norm2(x), "mlp"), ctx), "mlp")), None
+        return x + ctx.dropout(out, MLP_SITE, layer), load
+
+
+def segments(model, count):
+    """[(kinds of the layers of one period, periods)] of the model's first `count` layers."""
+    found, moe = kinds(model)[:count], model.moe
+    if "moe" not in found:
+        return [(("dense",), count)]
+    first = min(moe.first_dense, count)
+    periods, rest = divmod(count - first, moe.every)
+    cut = [(("dense",), first), (found[first:first + moe.every], periods), (("dense",), rest)]
+    return [(kinds, repeats) for kinds, repeats in cut if repeats]
+
+
+def periods(leaf, first, repeats, each):
+    """Rows of a stacked array from `first` on, as [repeats, each, ...]."""
+    return leaf[first:first + repeats * each].reshape(repeats, each, *leaf.shape[1:])
+
+
+def by_layer(found, layers):
+    """The `Load`s of several runs of layers, [(numbers, Load of stacked rows)], as one with a row for every layer of the model; None for none."""
+    total = None
+    for numbers, load in found:
+        if total is None:
+            total = jax.tree.map(lambda rows: match(jnp.zeros((layers, *rows.shape[1:]), rows.dtype), rows), load)
+        place = jnp.where(numbers >= 0, numbers, layers)
+        total = jax.tree.map(lambda whole, rows: whole.at[place].add(rows, mode="drop"), total, load)
+    return total
 
 
 class GPT(nnx.Module):
@@ -33,6 +72,8 @@ class GPT(nnx.Module):
     def __init__(self, table, model):
         self.embedding = Embedding(table, model)
         self.layers = Block(table, "layers", model)
+        made = {"dense": lambda: MLP(table, "layers.mlp", model), "moe": lambda: MoE(table, "layers.moe", model)}
+        self.feeds = nnx.Dict({kind: made[kind]() for kind in made if kind in kinds(model)})
         self.norm = Norm(table, "norm", model.norm_eps)
         self.model = model
         if not model.tied:
@@ -44,27 +85,44 @@ class GPT(nnx.Module):
 
     def blocks(self, x, numbers, ctx, padded=False):
         """x: [b, s, H] at a border, through the stacked layers at hand. numbers: int32, each layer's place in the model, for padding -1;
-        padded: whether there is any."""
+        padded: whether there is any. Returns x, and of a model with experts the `Load`s of all its layers, zeros for those that are not at hand."""
         model, rope = self.model, None
         if model.style == "llama":
             rope = rope_table(ctx.positions(), model.head_dim, model.rope_theta, jnp.promote_types(x.dtype, jnp.float32))
-        structure, stacked = nnx.split(self.layers)
+        parts = {"block": nnx.split(self.layers), **{kind: nnx.split(feed) for kind, feed in self.feeds.items()}}
+        shared = rope, ctx.rows
 
-        def one_layer(x, stored, number, shared):
+        def one_layer(kind, x, stored, number, shared):
             rope, rows = shared
-            return ctx.full(nnx.merge(structure, stored))(x, number, rope, ctx.bind(rows))
+            block, feed = (ctx.full(nnx.merge(parts[part][0], stored[part])) for part in ("block", kind))
+            return block(x, feed, number, rope, ctx.bind(rows))
 
-        one_layer, shared = ctx.remat(one_layer), (rope, ctx.rows)
+        layer_of = {kind: ctx.remat(partial(one_layer, kind)) for kind in self.feeds}
 
-        def step(x, layer):
-            stored, number = layer
-            out = one_layer(x, stored, number, shared)
-            return jnp.where(number >= 0, out, x) if padded else out, None
+        def period(kinds, x, layers):
+            loads = []
+            for i, kind in enumerate(kinds):
+                at = {"block": i, kind: kinds[:i].count(kind)}
+                stored = {part: jax.tree.map(lambda leaf: leaf[row], layers[part]) for part, row in at.items()}
+                number = layers["number"][i]
+                out, load = layer_of[kind](x, stored, number, shared)
+                x = jnp.where(number >= 0, out, x) if padded else out
+                loads += [(number, load)] * (load is not None)
+            return x, loads
 
-        return lax.scan(step, x, (stacked, numbers))[0]
+        found, taken = [], dict.fromkeys(parts, 0)
+        for kinds, repeats in segments(model, numbers.shape[0]):
+            count = {"block": len(kinds), **{kind: kinds.count(kind) for kind in set(kinds)}}
+            stacks = {part: jax.tree.map(partial(periods, first=taken[part], repeats=repeats, each=each), parts[part][1])
+                      for part, each in count.items()}
+            stacks["number"] = periods(numbers, taken["block"], repeats, count["block"])
+            x, loads = lax.scan(partial(period, kinds), x, stacks)
+            found += loads
+            taken = {part: taken[part] + repeats * count.get(part, 0) for part in parts}
+        return x, by_layer(found, model.layers)
 
     def hidden(self, tokens, ctx):
-        """int32 [b, s] -> [b, s, H] at a border, before the final norm."""
+        """int32 [b, s] -> [b, s, H] at a border, before the final norm, and the layers' `Load`s."""
         return self.blocks(self.embed(tokens, ctx), jnp.arange(self.model.layers), ctx)
 
     def output(self, x, ctx):
@@ -74,8 +132,9 @@ class GPT(nnx.Module):
         return x, table[...]
 
     def loss(self, tokens, targets, ctx):
-        """Summed next-token loss of this device's counted targets (-1: not counted). tokens, targets: int32 [b, s]."""
-        return self.end(self.hidden(tokens, ctx), targets, ctx)
+        """Summed next-token loss of this device's counted targets (-1: not counted), and the layers' `Load`s. tokens, targets: int32 [b, s]."""
+        x, loads = self.hidden(tokens, ctx)
+        return self.end(x, targets, ctx), loads
 
     def end(self, x, targets, ctx):
         """Final norm, head and summed loss. x: [b, s, H] at a border; targets: int32 [b, s] of the tokens inside a block."""
@@ -83,7 +142,7 @@ class GPT(nnx.Module):
 
     def logits(self, tokens, ctx):
         """int32 [b, s] -> [b, s, V_padded], split over tp by the rules."""
-        return self.predict(self.hidden(tokens, ctx), ctx)
+        return self.predict(self.hidden(tokens, ctx)[0], ctx)
 
     def predict(self, x, ctx):
         """[b, s, H] at a border, after the layers -> logits [b, s, V_padded]."""

@@ -24,7 +24,8 @@ class MLP(nnx.Module):
         self.gated = model.style == "llama"
         if self.gated:
             self.gate = declare(table, f"{name}.gate")
-        else:
+        self.biased = f"{name}.up_bias" in table
+        if self.biased:
             self.up_bias, self.down_bias = declare(table, f"{name}.up_bias"), declare(table, f"{name}.down_bias")
 
     def __call__(self, x, ctx):
@@ -34,9 +35,9 @@ class MLP(nnx.Module):
         if self.gated:
             inner = swiglu(project(self.gate), inner)
         else:
-            inner = gelu(inner + self.up_bias[...])
+            inner = gelu(inner + self.up_bias[...] if self.biased else inner)
         return matmul("bsf,fh->bsh", inner, self.down)
 
     def bias(self, x):
         """Add the down bias: once, after the inner width is summed."""
-        return x if self.gated else x + self.down_bias[...]
+        return x + self.down_bias[...] if self.biased else x

@@ -111,6 +111,15 @@ def stack(run):
     return _stack(schedule(run), run.model.layers, None if given is None else tuple(given))
 
 
+def only(whole, layers):
+    """The `Stack` of a parameter that these layers of `whole` have. Each chunk must have as many of them."""
+    if not layers or set(whole.rows) - {-1} <= set(layers):
+        return whole
+    cut = range(0, len(whole.rows), whole.length)
+    chunks = [[layer for layer in whole.rows[start:start + whole.length] if layer in layers] for start in cut]
+    return Stack(tuple(layer for chunk in chunks for layer in chunk), whole.chunks, len(chunks[0]))
+
+
 @cache
 def _stack(table, layers, given):
     fits = lambda p, v: p > 1 and table.kind in KINDS and not any(wrong(table.kind, p, table.microbatches, v))

@@ -10,7 +10,7 @@ from kernels.harness import Inputs, assert_equal, inputs, kernel_results, refere
 
 from jaxpara import ConfigError
 from jaxpara.batch import slots
-from jaxpara.data.order import order
+from jaxpara.order import order
 from jaxpara.data.packing import Stream
 from jaxpara.kernels import local
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxpara import Run
 from jaxpara.batch import slots
 from jaxpara.context import attention_kernel, differentiable
-from jaxpara.data.order import inverse
+from jaxpara.order import inverse
 from jaxpara.kernels.local import attention_reference
 from jaxpara.settings import configure
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from kernels.harness import TOLERANCE, assert_equal, compiled, inputs, kernel_results, reference, run_of, worst
 
 from jaxpara.context import attention_kernel
-from jaxpara.data.order import order
+from jaxpara.order import order
 from jaxpara.kernels import local, ring, ulysses
 
 ROWS, SEQ, HEADS, KV, DIM, WINDOW = 3, 48, 8, 2, 6, 5

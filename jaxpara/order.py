@@ -3,6 +3,7 @@ from math import lcm
 
 import numpy as np
 
+from jaxpara.checks import ring_degree, ulysses_degree
 from jaxpara.errors import ConfigError
 
 KINDS = ("contiguous", "zigzag", "striped")
@@ -31,6 +32,12 @@ def order(seq, ring, inner, kind):
         chunks = tokens.reshape(2 * ring, -1)
         return np.stack([chunks[:ring], chunks[:ring - 1:-1]], axis=1).reshape(seq)
     return tokens.reshape(-1, ring).T.reshape(seq) if kind == "striped" else tokens
+
+
+def slots(run, seq):
+    """int [S]: the original index of the token in each slot of the run's sequence order."""
+    kind = run.parallel.sp_order if run.mesh.sp > 1 else "contiguous"
+    return order(seq, ring_degree(run), ulysses_degree(run), kind)
 
 
 def inverse(order):

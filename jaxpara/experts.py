@@ -1,0 +1,101 @@
+"""Sizes of the mixture-of-experts layer on one device: token groups, capacity, cells of the dispatch. No JAX; the program and the plan read it.
+
+A *cell* is a fixed piece of a buffer. With a capacity there is one for each (sending device, expert), else one for each pair of devices.
+"""
+from dataclasses import dataclass
+from math import ceil, prod
+
+import numpy as np
+
+from jaxpara.order import slots
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of one micro-batch on one device."""
+    experts: int                # E
+    here: int                   # E/N_ep, experts on this device
+    choices: int                # experts per token: K, or E where experts choose
+    tokens: int                 # n, that this device routes
+    capacity: int | None        # tokens of a group that an expert takes; None: dropless
+    cell: int                   # rows of one cell
+    transport: str              # "none" where ep = 1
+
+    @property
+    def ways(self):
+        """N_ep."""
+        return self.experts // self.here
+
+    @property
+    def sent(self):
+        """Rows of the buffer that a device sends, padding included; of ragged sends an upper bound."""
+        if self.transport == "ragged":
+            return self.tokens * self.choices
+        return self.cell * (self.experts if self.capacity else self.ways)
+
+    @property
+    def received(self):
+        """Most rows that a device's experts can get."""
+        every = self.tokens * self.ways * min(self.choices, self.here)
+        return min(every, self.here * self.ways * self.cell) if self.capacity else every
+
+    @property
+    def regrouped(self):
+        """Whether what arrives is sorted by expert a second time: not with cells of single experts, nor when a device has but one."""
+        return self.transport in ("all_to_all", "ragged") and self.here > 1 and not (self.capacity and self.transport == "all_to_all")
+
+
+def choices(moe):
+    """Experts that a token may be sent to: K; E where experts choose."""
+    return moe.experts if moe.routing == "expert_choice" else moe.top_k
+
+
+def capacity(moe, evaluation=False):
+    """ceil(c·K·G/E) tokens that an expert takes of a group of G (Lepikhin et al. 2020, arXiv 2006.16668), at most G; None: dropless.
+
+    Experts that choose take as many whatever eval_capacity says: that is their routing.
+    """
+    if moe.capacity is None or evaluation and not (moe.eval_capacity or moe.routing == "expert_choice"):
+        return None
+    return min(moe.group, ceil(round(moe.capacity * moe.top_k * moe.group / moe.experts, 6)))
+
+
+def split_axes(run):
+    """Mesh axes, in use, over which the MoE layer's tokens of one row lie."""
+    return run.mesh.live(("sp", "tp") if run.parallel.moe_tp == "tokens" else ("sp",))
+
+
+
+
+def shares(run, seq=None):
+    """int [ranks, groups]: how many tokens of each group of a row each rank of `split_axes` holds."""
+    ranks, group, seq = prod(getattr(run.mesh, axis) for axis in split_axes(run)), run.model.moe.group, seq or run.train.seq
+    of_group = slots(run, seq).reshape(ranks, -1) // group
+    return np.stack([np.bincount(row, minlength=seq // group) for row in of_group])
+
+
+def spanning(run, seq=None):
+    """Whether some token group lies on several ranks."""
+    return bool(((shares(run, seq) > 0).sum(0) > 1).any())
+
+
+def layout(run, rows=None, evaluation=False, seq=None):
+    """The `Layout` of a run. rows, seq: sequences of one micro-batch on this device and their whole length, by default those of training."""
+    moe, ep = run.model.moe, run.mesh.ep
+    rows = rows if rows is not None else run.train.batch // run.train.microbatches // run.mesh.batch
+    held, most, n_choices = shares(run, seq), capacity(moe, evaluation), choices(moe)
+    tokens, here = rows * int(held[0].sum()), moe.experts // ep
+    if most:
+        cell = rows * int(np.minimum(held, most).sum(1).max())
+    else:
+        cell = tokens * min(n_choices, here)
+    return Layout(moe.experts, here, n_choices, tokens, most, cell, run.parallel.moe_transport if ep > 1 else "none")
+
+
+def dispatches(layout):
+    """[(collective, elements per token width)] of one way out, in rows: (kind, rows of its full size)."""
+    if layout.transport == "none":
+        return []
+    if layout.transport == "gather":
+        return [("all-gather", layout.tokens * layout.ways)]
+    return [("all-to-all", layout.sent)]
