@@ -16,18 +16,17 @@ def balanced(run, bias, counts, healthy):
     return jnp.where(healthy, bias + run.model.moe.bias_rate * jnp.sign(counts.sum(1, keepdims=True) - experts * counts), bias).astype(bias.dtype)
 
 
-def router_metrics(run, loads, grads):
+def router_metrics(run, loads):
     """{name: scalar} of a step, over the layers that have experts, but for "moe/load": int32 [layers, E] choices of each expert.
 
     load_max: the busiest expert's load over the mean, in the worst layer; load_entropy: of the loads, as a part of log E, in the worst layer; dropped:
-    part of all choices; aux_loss, z_loss: means over layers, without their weights; router_grad_norm: of all routers' gradients.
+    part of all choices; aux_loss, z_loss: means over layers, without their weights.
     """
     moe, layers = run.model.moe, jnp.asarray(layers_of(run.model, "moe"))
     counts = loads.counts[layers]
     part = counts / jnp.maximum(counts.sum(1, keepdims=True), 1)
     entropy = -(part * jnp.log(jnp.where(part > 0, part, 1))).sum(1) / log(moe.experts)
-    routers = [gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) for name, gradient in grads.items() if name.startswith("layers.moe.router")]
     made = len(layers) * run.train.batch * run.train.seq * choices(moe)
     return {"moe/load": counts, "moe/load_max": (part.max(1) * moe.experts).max(), "moe/load_entropy": entropy.min(),
-            "moe/dropped": loads.dropped.sum() / made, "moe/aux_loss": loads.aux[layers].mean(), "moe/z_loss": loads.z[layers].mean(),
-            "moe/router_grad_norm": jnp.sqrt(sum(jnp.square(router).sum() for router in routers))}
+            "moe/dropped": loads.dropped.sum() / made, "moe/z_loss": loads.z[layers].mean(),
+            **({"moe/aux_loss": loads.aux[layers].mean()} if moe.aux_weight else {})}

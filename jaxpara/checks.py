@@ -9,15 +9,17 @@ from functools import cache
 from math import lcm
 from pathlib import Path
 
+from jaxpara import moe_checks
 from jaxpara.config import AXES, BATCH_AXES, BYTES, Run, fill_auto, resolve, settings_of
 from jaxpara.errors import ConfigError
-from jaxpara.params import padded_vocab
+from jaxpara.moe_checks import divisors, listed, nearest
+from jaxpara.params import kinds, padded_vocab
 from jaxpara.pipeline import KINDS, placing, simulate
 from jaxpara.pipeline.formulas import bubble_fraction
 from jaxpara.zero import REPLICA_AXES
 
 DERIVED = {"model.kv_heads": ("model.heads",), "model.head_dim": ("model.width", "model.heads"), "model.ffn": ("model.width",),
-           "model.max_positions": ("train.seq",)}
+           "model.max_positions": ("train.seq",), "model.moe.ffn": ("model.ffn", "model.width"), "model.moe.group": ("train.seq",)}
 """What `config.resolve` derives a setting from: a derived value is as wrong as its source, which alone is reported."""
 
 UNTIL_FILLED = ("parallel.scatter_inner", "parallel.gather_once")
@@ -34,7 +36,8 @@ def check(run, typed=frozenset(), unusable=frozenset()):
     auto = mesh.auto
     if auto:
         run = fill_auto(run, _rest(mesh))      # the rules that need this axis are checked again when it is filled
-    found = [message for rule in (_pipeline, _heads, _sequence, _batch, _steps, _widths, _precision) for message in rule(run)]
+    found = [message for rule in (_pipeline, _heads, _sequence, _batch, _steps, _widths, moe_checks.wrong, _precision)
+             for message in rule(run)]
     notes, defaults = [], {name: value for name, _, value in settings_of(Run())}
     for name, value, reason in idle(run):
         if auto and (reason.endswith(f"mesh.{auto} = 1.") or name in UNTIL_FILLED):
@@ -45,7 +48,7 @@ def check(run, typed=frozenset(), unusable=frozenset()):
             notes.append(f"{name} = {text(value)} is idle: {reason}")
     if short := _short_of_steps(run):       # a recipe may be cut to a few steps; what was typed must take effect
         (found if typed & {"optim.warmup", "optim.schedule"} else notes).append(short)
-    return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run)
+    return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run) + list(moe_checks.notes(run, settled=auto is None))
 
 
 def checked(run):
@@ -78,32 +81,20 @@ def _rest(mesh):
     return rest
 
 
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def nearest(value, step):
-    """The multiples of `step` around `value`, as text."""
-    low = value // step * step
-    return f"{low}, {low + step}" if low else f"{step}"
-
-
-def listed(values):
-    return ", ".join(str(value) for value in values)
-
-
 def _numbers(run):
     """Yield (setting, violation) of every number out of its own range."""
     positive = ["model.layers", "model.width", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.window",
                 "model.max_positions", "parallel.sp_ulysses", "parallel.loss_chunk", "parallel.scatter_inner", "parallel.chunks",
                 "train.batch", "train.seq", "train.microbatches", "train.steps", "model.rope_theta", "model.norm_eps",
-                "optim.eps", "optim.clip", "precision.loss_scale"]
+                "optim.eps", "optim.clip", "precision.loss_scale", *(f"model.moe.{name}" for name in (
+                    "top_k", "ffn", "every", "scale", "expert_groups", "top_groups", "capacity", "group"))]
     positive += [f"mesh.{axis}" for axis in AXES]
     values = {name: value for name, _, value in settings_of(run)}
     for name in positive:
         value = values[name]
         if value not in (None, "auto") and value <= 0:
             switch = ", or none to switch it off" if name in ("optim.clip", "model.window") else ""
+            switch = ", or none for dropless" if name == "model.moe.capacity" else switch
             yield name, f"{name} = {value} must be greater than 0. Legal: {'1 or more' if isinstance(value, int) else 'any number above 0'}{switch}."
     given = values["parallel.layers_per_stage"]
     if given and min(given) <= 0:
@@ -118,10 +109,11 @@ def _numbers(run):
     for name in [name for name in values if name.startswith("parallel.zero.")]:
         if values[name] not in (0, 1, 2, 3):
             yield name, f"{name} = {values[name]} is not a ZeRO stage. Legal: 0, 1, 2, 3."
-    for name in ("model.dropout", "optim.b1", "optim.b2", "optim.momentum"):
+    for name in ("model.dropout", "optim.b1", "optim.b2", "optim.momentum", "model.moe.jitter", "model.moe.dropout"):
         if not 0 <= values[name] < 1:
             yield name, f"{name} = {values[name]} is out of range. Legal: from 0 to less than 1, such as {'0.9' if values[name] >= 1 else '0'}."
-    for name in ("optim.lr", "optim.weight_decay", "optim.warmup", "train.seed"):
+    moe = [f"model.moe.{name}" for name in ("experts", "first_dense", "shared", "bias_rate", "aux_weight", "aux_warmup", "z_weight")]
+    for name in ("optim.lr", "optim.weight_decay", "optim.warmup", "train.seed", *moe):
         if values[name] < 0:
             yield name, f"{name} = {values[name]} must not be negative. Legal: 0 or more."
     if not 0 <= values["optim.final"] <= 1:
@@ -184,12 +176,14 @@ def _ulysses_heads(run):
 
 def _sequence(run):
     seq, mesh, parallel = run.train.seq, run.mesh, run.parallel
-    by_tp = parallel.tp_sequence or parallel.zero_r and parallel.remat == "full"
+    by_zero_r = parallel.zero_r and parallel.remat == "full"
+    by_tp = parallel.tp_sequence or by_zero_r or moe_checks.tokens_over_tp(run)
     border = mesh.sp * (mesh.tp if by_tp else 1)
     zigzag = parallel.sp_order == "zigzag" and ring_degree(run) > 1
     step = lcm(border, 2 * ring_degree(run)) if zigzag else border
     if seq % step:
-        what = [f"mesh.sp = {mesh.sp}"] + [f"mesh.tp = {mesh.tp} ({'tp_sequence' if parallel.tp_sequence else 'zero_r'})"] * (border != mesh.sp)
+        why = "tp_sequence" if parallel.tp_sequence else "zero_r" if by_zero_r else "moe_tp"
+        what = [f"mesh.sp = {mesh.sp}"] + [f"mesh.tp = {mesh.tp} ({why})"] * (border != mesh.sp)
         what += [f"2·{ring_degree(run)} chunks (zigzag)"] * zigzag
         plain = f" Without zigzag: multiples of {border}." if zigzag and border != step else ""
         yield f"train.seq = {seq} must be a multiple of {step}, for {' and '.join(what)}. Nearest: {nearest(seq, step)}.{plain}"
@@ -219,7 +213,7 @@ def _steps(run):
 
 def _widths(run):
     model, tp = run.model, run.mesh.tp
-    if model.ffn % tp:
+    if model.ffn % tp and "dense" in kinds(model):
         yield (f"mesh.tp = {tp} does not divide model.ffn = {model.ffn}. Nearest ffn: {nearest(model.ffn, tp)}; "
                f"legal tp: {listed(divisors(model.ffn))}.")
     if model.vocab % tp and not run.parallel.pad_vocab:
@@ -287,6 +281,7 @@ def idle(run):
         reason = "under annotated XLA chooses." if larger else "no axis with a ZeRO stage is larger."
         yield "parallel.scatter_inner", parallel.scatter_inner, reason
     yield from _idle_pipeline(run)
+    yield from moe_checks.idle(run)
     if run.precision.master and run.precision.params in ("float32", "float64"):
         yield "precision.master", run.precision.master, f"params = {run.precision.params} need no wider copy."
     defaults = {name: value for name, _, value in settings_of(resolve(Run()))}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxpara.batch import specs
 from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
 from jaxpara.config import BATCH_AXES
-from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored
+from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored, sum_loads
 from jaxpara.experts import split_axes
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
@@ -151,16 +151,6 @@ def dtype_of(run, placement, gradient):
     return jnp.promote_types(gradient, run.precision.stored(placement.parameter))
 
 
-def sum_loads(loads, run):
-    """`Load`s of one device -> the step's, in one sum of integers and one of losses."""
-    if loads is None:
-        return None
-    axes = run.mesh.live(REPLICA_AXES) + tuple(axis for axis in split_axes(run) if axis == "tp")
-    counts = jnp.concatenate([loads.counts, loads.dropped[:, None]], axis=1)
-    counts, losses = sum_over(counts, axes, "moe.totals"), sum_over(jnp.stack([loads.aux, loads.z]), axes, "moe.totals")
-    return loads._replace(counts=counts[:, :-1], dropped=counts[:, -1], aux=losses[0], z=losses[1])
-
-
 def reduce_micro(gradient, placement):
     """After each micro-batch: scatter over the axes of stage 2 (those of stage 3 were scattered layer by layer)."""
     return scatter_in_steps(gradient, placement.axes(2), placement.dim, f"zero2.scatter.{placement.name}", placement.inner)
@@ -221,9 +211,11 @@ def logits(run, mesh, placements, model, through=None, watching=False):
         ctx = make_ctx(rows_of(micro, run, moment))
         ctx.training = ctx.watching = watching
         found, loads = (through or at_hand)(stored, micro["tokens"], ctx)
-        return loads.routed if watching else found[None]
+        return summed(loads).routed if watching else found[None]
 
-    if run.parallel.lowering == "annotated":
+    annotated = run.parallel.lowering == "annotated"
+    summed = (lambda loads: loads) if annotated else partial(sum_loads, run=run)
+    if annotated:
         return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)
     replicas = varying_over(placements, run.mesh.live)
     out = partition(live_spec(activation_rules(run).spec(("microbatch", "batch", "sequence", "vocab")), run.mesh))

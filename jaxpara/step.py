@@ -200,7 +200,7 @@ class Program:
         if loads is None:
             return state, metrics
         bias = balanced(self.run, state.bias, loads.counts, metrics["stopped"] < 0)
-        return replace(state, bias=bias), metrics | router_metrics(self.run, loads, grads)
+        return replace(state, bias=bias), metrics | router_metrics(self.run, loads)
 
     def _place_as(self, tree, kind):
         """Constrain {name: array} to one of the placements' specs; a gather that this takes is its parameter's by name."""
@@ -213,7 +213,8 @@ class Program:
     def _update(self, state, loss, tokens, grads):
         run, place_as = self.run, self._place_as
         wide = {name: gradient.astype(jnp.promote_types(run.precision.optimizer, jnp.float32)) for name, gradient in grads.items()}
-        norm = jnp.sqrt(sum(square_sum(gradient, name) for name, gradient in wide.items()))
+        squares = {name: square_sum(gradient, name) for name, gradient in wide.items()}
+        norm = jnp.sqrt(sum(squares.values()))
         healthy = (state.stopped < 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
         if run.optim.clip is not None:
             wide = {name: gradient * jnp.minimum(1, run.optim.clip / jnp.maximum(norm, 1e-30)) for name, gradient in wide.items()}
@@ -225,5 +226,7 @@ class Program:
         params = place_as(place_as(narrow, "optimizer"), "storage")
         stopped = jnp.where(healthy | (state.stopped >= 0), state.stopped, state.step)
         metrics = {"loss": loss, "grad_norm": norm, "tokens": tokens, "lr": jnp.asarray(self.schedule(state.step)), "stopped": stopped}
+        if "layers.moe.router" in squares:
+            metrics["moe/router_grad_norm"] = jnp.sqrt(squares["layers.moe.router"])
         return State(state.step + healthy, params, new if run.precision.master else None,
                      keep(optimizer_state, state.optimizer), stopped, state.bias), metrics

@@ -9,6 +9,7 @@ a device has one expert with None.
 """
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.collectives import exchange, exchange_ragged, gather, scatter
 from jaxpara.kernels.dispatch import NOWHERE, combine, in_cells, move, packed, regrouped, spread
@@ -39,7 +40,8 @@ def here(x, expert, gates, experts, layout, platform):
 
 def by_gather(x, expert, gates, experts, layout, platform):
     """All-gather of tokens, ids and weights; reduce-scatter of the sums."""
-    x, expert, gates = gather(x, ("ep",), 0, OUT), gather(expert, ("ep",), 0, IDS), gather(gates, ("ep",), 0, GATES)
+    x, expert = gather(x, ("ep",), 0, OUT), gather(expert, ("ep",), 0, IDS)
+    gates = checkpoint_name(gather(gates, ("ep",), 0, GATES), "gates")      # small enough to keep, which gathered arrays are not
     own = expert - lax.axis_index("ep") * layout.here
     out = here(x, jnp.where((own >= 0) & (own < layout.here), own, NOWHERE), gates, experts, layout, platform)
     return scatter(out, ("ep",), 0, BACK)

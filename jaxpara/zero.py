@@ -66,6 +66,11 @@ class Placement:
     def optimizer(self):
         return self._extend(3, 2, 1)
 
+    @property
+    def held(self):
+        """Layers of a stacked parameter on one device, padding included."""
+        return len(self.stack.rows) // self.mesh.pp
+
     def elements(self, spec):
         """Elements on one device under `spec`."""
         return prod(local_shape(self.shape, spec, self.mesh))

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "jaxpara").rglob("*.py"))
 
-ORDER = ["errors", "config", "pipeline", "params", "rules", "zero", "checks", "order", "experts", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives", "taps",
+ORDER = ["errors", "config", "pipeline", "params", "rules", "zero", "moe_checks", "checks", "order", "experts", "settings", "hf", "plan", "hlo", "report", "data", "mesh", "collectives", "taps",
          "kernels", "transport", "optim", "model", "targets", "state", "batch", "context", "gradients", "executors", "balance", "step", "rundir", "train", "cli"]
 """A module imports only from its own package and from those before it."""
 
-JAX_FREE = ["errors", "config", "params", "rules", "zero", "pipeline", "checks", "order", "experts", "settings", "hf", "plan", "data", "report", "hlo"]
+JAX_FREE = ["errors", "config", "params", "rules", "zero", "pipeline", "moe_checks", "checks", "order", "experts", "settings", "hf", "plan", "data", "report", "hlo"]
 LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_KERNEL, MOST_ARGUMENTS = 400, 60, 100, 9
 
 

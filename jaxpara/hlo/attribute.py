@@ -8,7 +8,7 @@ from math import prod
 
 from jaxpara.hlo.groups import group_size
 
-SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|update\.gather|norm\.sum|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r|border)"
+SCOPE = re.compile(r"(?<![\w.])(zero[0-3]\.(?:gather|scatter|sum)|update\.gather|norm\.sum|tp\.(?:enter|exit)|ring|ulysses|kv|loss|zero_r|border|moe)"
                    r"(?:\.([\w.]+))?(?![\w.])")
 
 PULLED_BACK = re.compile(r"(transpose\()?jvp\(")
@@ -74,7 +74,7 @@ def phase_of(op_name):
         return "backward"
     if scope == "border":
         return "backward" if part == "collect" or "transpose(" in op_name else "forward"
-    if scope == "loss":
+    if scope == "loss" or (scope, part) == ("moe", "totals"):
         return "loss"
     if "rematted_computation" in op_name or scope == "zero_r" or PULLED_BACK.findall(op_name)[-1:] == [""] and "transpose(" in op_name:
         return "recompute"
@@ -95,7 +95,7 @@ def owner_of(op_name):
         return "attention"
     if scope == "border":
         return "border" if part == "send" else "head"
-    return "loss" if scope == "loss" else part
+    return scope if scope in ("loss", "moe") else part
 
 
 def scope_of(op_name):

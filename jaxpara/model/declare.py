@@ -20,3 +20,8 @@ def fill(module, values):
     given = lambda variable: values.get(variable.get_metadata("path"), variable.get_value())
     filled = jax.tree.map(lambda variable: variable.replace(given(variable)), state, is_leaf=is_parameter)
     return nnx.merge(structure, filled)
+
+
+def weights_of(module):
+    """[(name, value)] of a module's parameters."""
+    return [(variable.get_metadata("path"), variable.get_value()) for variable in jax.tree.leaves(nnx.state(module), is_leaf=is_parameter)]

@@ -51,8 +51,9 @@ def segments(model, count):
 
 
 def periods(leaf, first, repeats, each):
-    """Rows of a stacked array from `first` on, as [repeats, each, ...]."""
-    return leaf[first:first + repeats * each].reshape(repeats, each, *leaf.shape[1:])
+    """Rows of a stacked array from `first` on, as [repeats, each, ...], without `each` where it is 1."""
+    rows = leaf[first:first + repeats * each]
+    return rows if each == 1 else rows.reshape(repeats, each, *leaf.shape[1:])
 
 
 def by_layer(found, layers):
@@ -99,24 +100,25 @@ class GPT(nnx.Module):
 
         layer_of = {kind: ctx.remat(partial(one_layer, kind)) for kind in self.feeds}
 
-        def period(kinds, x, layers):
+        def period(pattern, x, layers):
             loads = []
-            for i, kind in enumerate(kinds):
-                at = {"block": i, kind: kinds[:i].count(kind)}
-                stored = {part: jax.tree.map(lambda leaf: leaf[row], layers[part]) for part, row in at.items()}
-                number = layers["number"][i]
+            for i, kind in enumerate(pattern):
+                at = {"block": i, kind: pattern[:i].count(kind)}
+                one = lambda part, row: layers[part] if len(pattern) == 1 or part != "block" and pattern.count(kind) == 1 else (
+                    jax.tree.map(lambda leaf: leaf[row], layers[part]))
+                stored, number = {part: one(part, row) for part, row in at.items()}, layers["number"] if len(pattern) == 1 else layers["number"][i]
                 out, load = layer_of[kind](x, stored, number, shared)
                 x = jnp.where(number >= 0, out, x) if padded else out
                 loads += [(number, load)] * (load is not None)
             return x, loads
 
         found, taken = [], dict.fromkeys(parts, 0)
-        for kinds, repeats in segments(model, numbers.shape[0]):
-            count = {"block": len(kinds), **{kind: kinds.count(kind) for kind in set(kinds)}}
+        for pattern, repeats in segments(model, numbers.shape[0]):
+            count = {"block": len(pattern), **{kind: pattern.count(kind) for kind in set(pattern)}}
             stacks = {part: jax.tree.map(partial(periods, first=taken[part], repeats=repeats, each=each), parts[part][1])
                       for part, each in count.items()}
             stacks["number"] = periods(numbers, taken["block"], repeats, count["block"])
-            x, loads = lax.scan(partial(period, kinds), x, stacks)
+            x, loads = lax.scan(partial(period, pattern), x, stacks)
             found += loads
             taken = {part: taken[part] + repeats * count.get(part, 0) for part in parts}
         return x, by_layer(found, model.layers)

@@ -108,7 +108,7 @@ class Router(nnx.Module):
         """
         moe, train = self.model.moe, ctx.run.train
         share = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdims=True)
-        if moe.routing == "expert_choice":
+        if not moe.aux_weight or moe.routing == "expert_choice":
             aux = match(jnp.zeros((), scores.dtype), scores)
         elif moe.aux_scope == "sequence":
             part = ctx.sum_of_row(by_row).astype(scores.dtype) / ctx.row_tokens(scores.shape[1])

@@ -1,8 +1,9 @@
 """How often one device runs its layers, its ends and its borders in a step: by micro-batches, or by the ticks of a pipeline. No JAX."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.pipeline.placing import divergent, schedule, stack, ticks
+from jaxpara.params import layers_of
+from jaxpara.pipeline.placing import divergent, only, schedule, stack, ticks
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ def tokens_per_device(run):
 def border_tokens(run):
     """Tokens of one micro-batch that one device holds at a border."""
     return tokens_per_device(run) // (run.mesh.tp if run.parallel.tp_sequence else 1)
+
+
+def passes_of(run, kind):
+    """The `Passes` of a run's layers whose feed-forward block is of one kind: "moe" or "dense"."""
+    whole, layers = stack(run), layers_of(run.model, kind)
+    each = only(whole, layers).length if layers else 0
+    count = passes(run)
+    part = lambda number: number // whole.length * each
+    return replace(count, forward=part(count.forward), again=part(count.again), backward=part(count.backward), held=part(count.held))
 
 
 def passes(run):

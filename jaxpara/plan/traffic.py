@@ -4,11 +4,11 @@ These are the manual lowering's, as the compiled program has them: what compiler
 it is counted. Under the annotated lowering XLA chooses.
 """
 from jaxpara.checks import ring_degree, ulysses_degree
-from jaxpara.config import BYTES
 from jaxpara.pipeline.placing import divergent
 from jaxpara.plan.lines import Line
-from jaxpara.plan.passes import border_tokens, borders, passes, tokens_per_device
-from jaxpara.plan.weights import norm, reductions, size, updates, zero3
+from jaxpara.plan.moe import moe, parts_of_tokens
+from jaxpara.plan.passes import border_tokens, borders, passes, passes_of, tokens_per_device
+from jaxpara.plan.weights import norm, reductions, size, updates, wide, zero3
 from jaxpara.zero import REPLICA_AXES, placements
 
 
@@ -16,7 +16,7 @@ def traffic(run, platform="cpu"):
     """Every `Line` of a run's train step, in the order of the step; empty on one device. platform: cpu | tpu | gpu; a ring inside a pipeline's
     table is an all-gather on cpu."""
     table = placements(run)
-    lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *loss(run), *reductions(run, table), *norm(run, table),
+    lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *moe(run), *loss(run), *reductions(run, table), *norm(run, table),
              *updates(run, table)]
     return [line for line in lines if line.elements and line.calls]
 
@@ -39,11 +39,6 @@ def pipeline(run):
         yield line(what, kind, p * count.tokens * width, count.losses, phase, "head", "micro-batch")
 
 
-def wide(run):
-    """Dtype of an accumulator: float32, or float64 in float64 runs."""
-    return "float64" if BYTES[run.precision.compute] == 8 else "float32"
-
-
 def attention_again(run):
     """Whether the backward pass runs attention's forward pass again, layer by layer."""
     return not passes(run).merged and (run.parallel.remat == "full" or (run.parallel.remat, run.parallel.remat_save) == ("selective", "matmuls"))
@@ -55,6 +50,9 @@ def tensor(run):
     if run.mesh.tp == 1:
         return
     count, elements = passes(run), tokens_per_device(run) * run.model.width
+    feeds = {"attention": count, "mlp": passes_of(run, "dense"), "moe": passes_of(run, "moe")}
+    if run.parallel.moe_tp == "tokens":
+        yield from parts_of_tokens(run, feeds.pop("moe"), elements)
     keeps_exit = run.parallel.remat == "selective" and run.parallel.remat_save == "matmuls"
     repeated = run.parallel.remat != "none" and not keeps_exit and not count.merged
     megatron = run.parallel.tp_sequence
@@ -63,16 +61,16 @@ def tensor(run):
         return Line(kind, ("tp",), run.precision.compute, elements, calls, phase, owner, run.mesh.tp, what, when)
 
     summed = "reduce-scatter" if megatron else "all-reduce"
-    for block in ("attention", "mlp"):
+    for block, own in feeds.items():
         if megatron:
-            yield line("block inputs, forward", "all-gather", "forward", block, count.forward)
-            yield line("block inputs, forward again", "all-gather", "recompute", block, count.again)
-            yield line("block inputs, backward again", "all-gather", "recompute", block, 0 if count.merged else count.backward)
-            yield line("block output gradients", "all-gather", "backward", block)
-        yield line("block outputs, forward", summed, "forward", block, count.forward)
-        dead = block == "mlp" and count.merged          # the output of a run of one layer serves nobody a second time
-        yield line("block outputs, forward again", summed, "recompute", block, 0 if dead else count.again)
-        yield line("block input gradients", summed, "backward", block)
+            yield line("block inputs, forward", "all-gather", "forward", block, own.forward)
+            yield line("block inputs, forward again", "all-gather", "recompute", block, own.again)
+            yield line("block inputs, backward again", "all-gather", "recompute", block, 0 if count.merged else own.backward)
+            yield line("block output gradients", "all-gather", "backward", block, own.backward)
+        yield line("block outputs, forward", summed, "forward", block, own.forward)
+        dead = block != "attention" and count.merged    # the output of a run of one layer serves nobody a second time
+        yield line("block outputs, forward again", summed, "recompute", block, 0 if dead else own.again)
+        yield line("block input gradients", summed, "backward", block, own.backward)
     if repeated:
         yield line("block outputs, forward", summed, "recompute", "attention")
     inside = count.tokens * run.model.width * (run.mesh.tp if megatron else 1)

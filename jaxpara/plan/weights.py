@@ -13,6 +13,17 @@ def size(run, axes):
     return prod(getattr(run.mesh, axis) for axis in axes)
 
 
+def wide(run):
+    """Dtype of an accumulator: float32, or float64 in float64 runs."""
+    return "float64" if BYTES[run.precision.compute] == 8 else "float32"
+
+
+def gradient_dtype(run, p):
+    """Dtype in which a parameter's gradient is reduced: never narrower than the parameter."""
+    dtype = run.precision.gradient(run.train.microbatches)
+    return "float32" if p.parameter.wide and BYTES[dtype] < 4 else dtype
+
+
 def scattered(run, axes, elements):
     """Yield (devices, elements) of each step of a reduce-scatter of `elements`."""
     for n in scatter_steps(size(run, axes), axes, run.parallel.scatter_inner):
@@ -36,8 +47,9 @@ def zero3(run, table):
     What lies outside the layers is gathered in forward only: the loss makes its gradients in its forward pass. A tied embedding is used
     twice; its two gathers are equal, so that compilers keep one of them, its two gradients are scattered each.
     """
-    compute, gradient, count = run.precision.compute, run.precision.gradient(run.train.microbatches), passes(run)
+    count = passes(run)
     for p in table.values():
+        compute, gradient = run.precision.computed(p.parameter), gradient_dtype(run, p)
         axes, layered = p.axes(3), p.parameter.stacked
         if not axes:
             continue
@@ -45,7 +57,7 @@ def zero3(run, table):
             yield from zero3_once(run, p)
             continue
         when = "layer" if layered else "micro-batch"
-        full = p.elements(p.storage) * size(run, axes) // (count.held if layered else 1) // (run.model.kv_heads if p.kv_slice is not None else 1)
+        full = p.elements(p.storage) * size(run, axes) // (p.held if layered else 1) // (run.model.kv_heads if p.kv_slice is not None else 1)
         forward, backward = uses(run, p)
 
         def line(what, kind, dtype, calls, phase, n=size(run, axes), elements=full):
@@ -53,7 +65,7 @@ def zero3(run, table):
 
         yield line("ZeRO-3 weights, forward", "all-gather", compute, forward, "forward")
         if layered and (not count.merged or gathered_again(p.parameter, run)):
-            yield line("ZeRO-3 weights, forward again", "all-gather", compute, count.again, "recompute")
+            yield line("ZeRO-3 weights, forward again", "all-gather", compute, count.again * p.held // count.held, "recompute")
         if gathered_again(p.parameter, run) and not count.merged:
             yield line("ZeRO-3 weights, backward", "all-gather", compute, backward, "recompute")
         for n, elements in scattered(run, axes, full):
@@ -64,7 +76,7 @@ def uses(run, p):
     """(times that a parameter is gathered in forward, times that it is used backward) in a step."""
     count, tied = passes(run), run.model.tied and p.name == "embedding.tokens"
     if p.parameter.stacked:
-        return count.forward, count.backward
+        return count.forward * p.held // count.held, count.backward * p.held // count.held
     if tied:
         # the two gathers of one micro-batch are equal, and compilers keep one; in a table they stand in different ticks
         return count.begins + count.losses * divergent(run), count.begins + count.losses
@@ -74,20 +86,19 @@ def uses(run, p):
 def zero3_once(run, p):
     """With `gather_once`: all rows in one gather before the pipeline's first tick, their gradients in one scatter after its last."""
     axes, full = p.axes(3), p.elements(p.base)
-    yield Line("all-gather", axes, run.precision.compute, full, 1, "forward", p.name, size(run, axes), "ZeRO-3 weights, once", "step")
+    yield Line("all-gather", axes, run.precision.computed(p.parameter), full, 1, "forward", p.name, size(run, axes), "ZeRO-3 weights, once", "step")
     for n, elements in scattered(run, axes, full):
-        yield Line("reduce-scatter", axes, run.precision.gradient(run.train.microbatches), elements, 1, "backward", p.name, n,
+        yield Line("reduce-scatter", axes, gradient_dtype(run, p), elements, 1, "backward", p.name, n,
                    "ZeRO-3 gradients, once", "step")
 
 
 def reductions(run, table):
     """Gradients in gradient dtype: stage 2 in every micro-batch, stages 1 and 0 once a step; what tp ranks hold in copies, once a step."""
-    dtype = run.precision.gradient(run.train.microbatches)
-
     def line(axes, what, kind, when, calls, elements, owner, n=None):
         return Line(kind, axes, dtype, elements, calls, "reduce", owner, n or size(run, axes), what, when)
 
     for p in table.values():
+        dtype = gradient_dtype(run, p)
         calls, parts = micro_reductions(run, p)
         for stage, when, calls, whole in ((2, "micro-batch", calls, p.elements(p.storage) // parts), (1, "step", 1, p.elements(p.gradient))):
             for n, elements in scattered(run, p.axes(stage), whole) if p.axes(stage) else ():
@@ -126,5 +137,5 @@ def updates(run, table):
     for p in table.values():
         axes = tuple(axis for axis in p.mesh.sizes if p.stages.get(axis) in (1, 2))
         if axes:
-            yield Line("all-gather", axes, run.precision.params, p.elements(p.storage), 1, "optimizer", p.name, size(run, axes),
+            yield Line("all-gather", axes, run.precision.stored(p.parameter), p.elements(p.storage), 1, "optimizer", p.name, size(run, axes),
                        "updated parameters", "step")

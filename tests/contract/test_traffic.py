@@ -96,7 +96,7 @@ def test_an_unplanned_gather_is_seen(monkeypatch):
 
 def test_a_gathered_weight_kept_for_backward_is_seen(monkeypatch):
     """Planted fault: with a policy that saves everything, ZeRO-3's backward gathers vanish (and the memory they save)."""
-    from jaxpara import context
+    from jaxpara.context import base as context
     run = of("llama fsdp8 m3")
     monkeypatch.setattr(context, "save_all_but_gathers", lambda *_, **__: True)
     assert traced(jaxpara.build(run))[("fsdp",), "all-gather"][0] < planned(run)[("fsdp",), "all-gather"][0]

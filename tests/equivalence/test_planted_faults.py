@@ -8,7 +8,8 @@ import jaxpara
 from equivalence.hard import error, hard_batch, make_run
 from equivalence.matrix import on_one_device, settings
 from jaxpara import batch as batch_module
-from jaxpara import collectives, context, gradients
+from jaxpara import collectives, gradients
+from jaxpara.context import manual as context
 from jaxpara.kernels import local, ring
 from jaxpara.model.mlp import MLP
 

@@ -176,7 +176,7 @@ def test_first_stage_takes_what_arrived(monkeypatch):
 
 PERMUTES = """
 import conftest
-from jaxpara import context
+from jaxpara.context import manual as context
 from equivalence import test_planted_pipeline_faults as faults
 context.rotate = None
 print("WRONG" if faults.differences("llama pp2 sp2 m3 1f1b") else "RIGHT")
