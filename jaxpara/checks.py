@@ -48,7 +48,8 @@ def check(run, typed=frozenset(), unusable=frozenset()):
             notes.append(f"{name} = {text(value)} is idle: {reason}")
     if short := _short_of_steps(run):       # a recipe may be cut to a few steps; what was typed must take effect
         (found if typed & {"optim.warmup", "optim.schedule"} else notes).append(short)
-    return wrong + [message for message in found if not unknown.search(message)], notes + _notes(run) + list(moe_checks.notes(run, settled=auto is None))
+    notes += [*_notes(run), *moe_checks.notes(run, settled=auto is None)]
+    return wrong + [message for message in found if not unknown.search(message)], notes
 
 
 def checked(run):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxpara.batch import specs
 from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
 from jaxpara.config import BATCH_AXES
-from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored, sum_loads
+from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored, seen, sum_loads
 from jaxpara.experts import split_axes
 from jaxpara.mesh import partition, sharding
 from jaxpara.model.declare import fill
@@ -204,23 +204,22 @@ def logits(run, mesh, placements, model, through=None, watching=False):
         x, loads = whole.hidden(tokens, ctx)
         return whole.predict(x, ctx), loads
 
-    def forward(make_ctx, cast, params, batch, moment):
+    def forward(make_ctx, cast, told, params, batch, moment):
         micro = {name: array[0] for name, array in batch.items()}
         usable = {name: cast(name, computed(value, run, placements[name])) for name, value in params.items()}
         stored = {name: Stored(value, jnp.zeros(value.shape, value.dtype), name) for name, value in usable.items()}
         ctx = make_ctx(rows_of(micro, run, moment))
         ctx.training = ctx.watching = watching
         found, loads = (through or at_hand)(stored, micro["tokens"], ctx)
-        return summed(loads).routed if watching else found[None]
+        return told(loads.routed) if watching else found[None]
 
-    annotated = run.parallel.lowering == "annotated"
-    summed = (lambda loads: loads) if annotated else partial(sum_loads, run=run)
-    if annotated:
-        return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value)
+    if run.parallel.lowering == "annotated":
+        return partial(forward, partial(AnnotatedCtx, run, placements, mesh), lambda name, value: value, lambda routed: routed)
     replicas = varying_over(placements, run.mesh.live)
     out = partition(live_spec(activation_rules(run).spec(("microbatch", "batch", "sequence", "vocab")), run.mesh))
     if watching:
         out = partition(((), run.mesh.live(BATCH_AXES), split_axes(run), ()))
     stored = {name: partition(placement.storage) for name, placement in placements.items()}
-    on_device = partial(forward, partial(ManualCtx, run, placements, platform=platform_of(mesh)), lambda name, value: vary(value, replicas[name]))
+    make_ctx = partial(ManualCtx, run, placements, platform=platform_of(mesh))
+    on_device = partial(forward, make_ctx, lambda name, value: vary(value, replicas[name]), partial(seen, run=run))
     return jax.shard_map(on_device, mesh=mesh, in_specs=(stored, specs(run), PartitionSpec()), out_specs=out, check_vma=run.parallel.check_vma)

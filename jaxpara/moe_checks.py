@@ -4,7 +4,7 @@
 """
 from math import ceil
 
-from jaxpara.config import MoE, Parallel, resolve, settings_of
+from jaxpara.config import MoE, Parallel, settings_of
 from jaxpara.params import kinds
 from jaxpara.pipeline import placing
 
@@ -72,7 +72,7 @@ def _choice(moe):
                f"model.moe.expert_groups = {groups} leave to choose from. Legal: top_k 1 to {moe.top_groups * each}, or top_groups "
                f"{-(-moe.top_k // each)} to {groups}.")
     if each < 2 and moe.group_score == "top2":
-        more = [n for n in divisors(experts) if 1 < experts // n]
+        more = [n for n in divisors(experts) if moe.top_groups < n < experts]
         yield (f"model.moe.group_score = top2 needs two experts in a group, and model.moe.expert_groups = {groups} leaves one of "
                f"model.moe.experts = {experts} in each. Legal: top1{f', or expert_groups {listed(more)}' * bool(more)}.")
 
@@ -88,8 +88,8 @@ def _routing(run):
         yield (f"model.moe.routing = {moe.routing} with mesh.ep = {run.mesh.ep}: a router under ep sees only the tokens of its own device, so it "
                f"cannot balance experts over all tokens that they get. Legal: token_choice, or mesh.ep 1.")
     if moe.routing == "expert_choice" and moe.capacity is None:
-        yield ("model.moe.routing = expert_choice needs model.moe.capacity: each expert chooses ceil(capacity · top_k · group / experts) tokens of a "
-               "group. Legal: any number above 0, such as 1.0 (top_k experts per token on average).")
+        yield ("model.moe.routing = expert_choice needs model.moe.capacity: each expert chooses ceil(capacity · top_k · group / experts) tokens "
+               "of a group. Legal: any number above 0, such as 1.0 (top_k experts per token on average).")
     if moe.routing == "expert_choice" and moe.drop_order == "position":
         yield ("model.moe.drop_order = position with model.moe.routing = expert_choice: experts choose by probability, not the first tokens. "
                "Legal: probability, or token_choice.")
@@ -112,19 +112,20 @@ def _layers(run):
     if "moe" not in found:
         legal = [f"first_dense up to {layers - every} with this every"] * (every <= layers)
         legal += [f"every up to {layers - first} with this first_dense"] * (first < layers)
-        yield (f"model.moe.every = {every} and model.moe.first_dense = {first} leave none of model.layers = {layers} with experts: together they must "
-               f"not be more than the layers. Legal: {', or '.join(legal) or f'first_dense 0 and every up to {layers}'}.")
+        yield (f"model.moe.every = {every} and model.moe.first_dense = {first} leave none of model.layers = {layers} with experts: together they "
+               f"must not be more than the layers. Legal: {', or '.join(legal) or f'first_dense 0 and every up to {layers}'}.")
     if run.mesh.pp == 1 or len(set(found)) == 1 or any(placing.faults(run)):
         return
     rows, length = placing.stack(run).rows, placing.stack(run).length
     patterns = {tuple(found[layer] for layer in rows[start:start + length]) for start in range(0, len(rows), length)}
-    if -1 in rows or len(patterns) > 1:
-        chunks = len(rows) // length
-        even = f"first_dense 0 with chunks of {nearest(length, every)} layers, such as model.layers {nearest(layers, chunks * every)}"
-        if not layers % chunks:
-            even = f"first_dense 0 with every {listed(divisors(layers // chunks))} and even chunks of {layers // chunks}, or {even}"
-        yield (f"model.moe.every = {every} and model.moe.first_dense = {first} with mesh.pp = {run.mesh.pp}: stages run one program, so each of the "
-               f"{chunks} chunks must have as many layers and its experts in the same of them. Legal: every 1 with first_dense 0, or {even}.")
+    if -1 not in rows and len(patterns) == 1:
+        return
+    chunks = len(rows) // length
+    even = divisors(layers // chunks)[1:] if layers % chunks == 0 else []
+    legal = ["every 1"] + [f"every {listed(even)} in even chunks of {layers // chunks} layers"] * bool(even)
+    legal += [f"this every and model.layers {nearest(layers, chunks * every)} in even chunks"] * (every not in [1, *even])
+    yield (f"model.moe.every = {every} and model.moe.first_dense = {first} with mesh.pp = {run.mesh.pp}: stages run one program, so each of the "
+           f"{chunks} chunks must hold equally many layers, with experts at the same places. Legal: first_dense 0, with {'; or '.join(legal)}.")
 
 
 def _widths(run):
@@ -156,9 +157,6 @@ def idle(run):
             yield name, values[name], reason
     if moe.experts and moe.renormalise and moe.routing == "expert_choice":
         yield "model.moe.renormalise", True, "under model.moe.routing = expert_choice a token's experts keep their own scores."
-    own = resolve(run.set("model.ffn", None)).model.ffn
-    if "dense" not in kinds(run.model) and run.model.ffn not in (moe.ffn, own):
-        yield "model.ffn", run.model.ffn, f"every layer has experts, and model.moe.ffn = {moe.ffn}."
 
 
 def _reasons(run):
@@ -195,10 +193,11 @@ def notes(run, settled=True):
         yield "model.style = gpt2 with model.moe.experts: experts have no biases; attention, norms and dense layers keep theirs."
     if moe.top_k == 1 and moe.renormalise and moe.routing != "expert_choice":
         losses = "aux_weight and z_weight" if moe.aux_weight or moe.z_weight else "aux_weight and z_weight, which are 0"
-        yield f"model.moe.top_k = 1 with model.moe.renormalise = true: every gate is 1, so the router learns only from its auxiliary losses ({losses})."
+        yield (f"model.moe.top_k = 1 with model.moe.renormalise = true: every gate is 1, so the router learns only from its "
+               f"auxiliary losses ({losses}).")
     if moe.routing in BALANCED:
-        yield (f"model.moe.routing = {moe.routing}: a token's experts depend on later tokens of its group, in evaluation too, so the loss is not that "
-               f"of a model that writes token by token.")
+        yield (f"model.moe.routing = {moe.routing}: a token's experts depend on later tokens of its group, in evaluation too, so the loss is not "
+               f"that of a model that writes token by token.")
     if moe.capacity is not None:
         yield _capacity_note(moe)
     if settled:
@@ -220,9 +219,9 @@ def _token_notes(run):
     tokens = run.train.batch * run.train.seq // (run.train.microbatches * mesh.batch * split)
     sent, used = mesh.ep * tokens * min(moe.top_k, moe.experts // mesh.ep), tokens * moe.top_k
     if mesh.ep > 1 and run.parallel.moe_transport == "all_to_all" and moe.capacity is None and sent > used:
-        yield (f"parallel.moe_transport = all_to_all without model.moe.capacity has room for the worst case: a device sends {sent:,} rows per layer and "
-               f"micro-batch, of which {used:,} hold tokens. A capacity, or ragged on TPU and GPU, sends fewer.")
+        yield (f"parallel.moe_transport = all_to_all without model.moe.capacity has room for the worst case: a device sends {sent:,} rows per layer "
+               f"and micro-batch, of which {used:,} hold tokens. A capacity, or ragged on TPU and GPU, sends fewer.")
     each = used * mesh.ep / moe.experts
     if each < FEW_TOKENS:
-        yield (f"An expert gets {each:.3g} tokens of a micro-batch per device on average; a matrix unit is busy from about {MATRIX_UNIT} on. "
-               f"Larger micro-batches or fewer experts give more.")
+        yield (f"An expert gets {each:.3g} tokens of a micro-batch on each device that has it, on average; a matrix unit is full from "
+               f"{MATRIX_UNIT} on. Larger micro-batches or fewer experts give more.")

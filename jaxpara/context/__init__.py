@@ -10,6 +10,6 @@ the inside of tensor parallelism: all of the sp shard's tokens, this device's he
 from jaxpara.context.annotated import AnnotatedCtx
 from jaxpara.context.base import Moment, Rows, Stored, attention_kernel, differentiable
 from jaxpara.context.manual import ManualCtx
-from jaxpara.context.routing import sum_loads
+from jaxpara.context.routing import seen, sum_loads
 
-__all__ = ["AnnotatedCtx", "ManualCtx", "Moment", "Rows", "Stored", "attention_kernel", "differentiable", "sum_loads"]
+__all__ = ["AnnotatedCtx", "ManualCtx", "Moment", "Rows", "Stored", "attention_kernel", "differentiable", "seen", "sum_loads"]

@@ -9,7 +9,7 @@ from jaxpara.collectives import sum_over, vary
 from jaxpara.config import BATCH_AXES
 from jaxpara.context.base import Ctx, Rows, attention_kernel, differentiable, look_up, summed_loss
 from jaxpara.context.manual import ManualCtx
-from jaxpara.context.routing import sum_loads
+from jaxpara.context.routing import seen, sum_loads
 from jaxpara.experts import split_axes
 from jaxpara.kernels import cross_entropy
 from jaxpara.mesh import partition
@@ -109,7 +109,7 @@ class AnnotatedCtx(Ctx):
 
         def forward(*arguments):
             out, load = on_shard(*arguments)
-            return out, sum_loads(load, self.run)
+            return out, sum_loads(load, self.run)._replace(routed=seen(load.routed, self.run))
 
         def backward(weights, x, rows, layer, cotangent):
             varied = {name: vary(weight, unsplit[name]) for name, weight in weights.items()}

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     number: jax.Array | None    # int32 [b]: each row's place in the global batch; None: no dropout
     index: jax.Array        # int32 [S]: each slot's original place in its row
     key: jax.Array | None   # random key of this step; None: nothing random
-    tick: jax.Array | None = None   # int32 []: in a scan whose every pass is to gather the weights of ZeRO-3 anew
+    tick: jax.Array | None = None   # in a loop whose every pass is to gather the weights of ZeRO-3 anew, something that differs from pass to pass
     bias: jax.Array | None = None   # float32 [L, E]: the routers' selection bias
     weigh: jax.Array | None = None  # []: factor of the routers' losses in the backward pass; 0 where this pass is a bubble's; None: none
     warm: jax.Array | None = None   # []: warm-up factor of the load-balance loss
@@ -140,8 +140,14 @@ class Ctx:
         """int32 [b, s] of the tokens at hand: inside a block, or at a border."""
         return self.sequence(self.rows.positions, border)
 
-    def remat(self, layer):
-        """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice."""
+    def rows_alone(self):
+        """`rows` for layers that no loop runs over: what they gather is tied to the micro-batch, or compilers would do it once, before all."""
+        tied = self.run.mesh.pp == 1 and self.run.train.microbatches > 1 and self.rows.tick is None
+        return self.rows._replace(tick=self.rows.positions) if tied else self.rows
+
+    def remat(self, layer, alone=False):
+        """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice. alone: no loop stands
+        around the layer, so that compilers could take the second run for the first."""
         kind, policies = self.run.parallel.remat, jax.checkpoint_policies
         if self.keep:
             return layer
@@ -151,7 +157,7 @@ class Ctx:
             policy = policies.save_only_these_names({"attention": "attention", "matmuls": "matmul"}[self.run.parallel.remat_save])
         else:
             policy = policies.nothing_saveable if kind == "full" else save_all_but_gathers
-        return jax.checkpoint(layer, policy=policy, prevent_cse=False) if kind != "none" or self.gathers() else layer
+        return jax.checkpoint(layer, policy=policy, prevent_cse=alone and self.run.mesh.pp == 1) if kind != "none" or self.gathers() else layer
 
     def gathers(self):
         """Whether a layer gathers anything that must not be kept for the backward pass."""

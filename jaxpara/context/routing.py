@@ -78,9 +78,13 @@ def sum_loads(load, run):
         return None
     counts, losses = jnp.concatenate([load.counts, load.dropped[..., None]], axis=-1), jnp.stack([load.aux, load.z])
     counts, losses = (sum_over(once(part, run), run.mesh.live(AXES), "moe.totals") for part in (counts, losses))
+    return Load(counts[..., :-1], counts[..., -1], losses[0], losses[1])
+
+
+def seen(routed, run):
+    """What was asked of `Load.routed`, alike on tp ranks that route the same tokens."""
     copied = () if "tp" in split_axes(run) else run.mesh.live(("tp",))
-    routed = load.routed and jax.tree.map(lambda x: sum_over(once(x, run), copied, "moe.watch"), load.routed)
-    return Load(counts[..., :-1], counts[..., -1], losses[0], losses[1], routed)
+    return jax.tree.map(lambda x: sum_over(once(x, run), copied, "moe.seen"), routed)
 
 
 def once(x, run):

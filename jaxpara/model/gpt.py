@@ -91,23 +91,19 @@ class GPT(nnx.Module):
         if model.style == "llama":
             rope = rope_table(ctx.positions(), model.head_dim, model.rope_theta, jnp.promote_types(x.dtype, jnp.float32))
         parts = {"block": nnx.split(self.layers), **{kind: nnx.split(feed) for kind, feed in self.feeds.items()}}
-        shared = rope, ctx.rows
-
         def one_layer(kind, x, stored, number, shared):
             rope, rows = shared
             block, feed = (ctx.full(nnx.merge(parts[part][0], stored[part])) for part in ("block", kind))
             return block(x, feed, number, rope, ctx.bind(rows))
 
-        layer_of = {kind: ctx.remat(partial(one_layer, kind)) for kind in self.feeds}
-
-        def period(pattern, x, layers):
-            loads = []
+        def period(pattern, alone, x, layers):
+            loads, shared = [], (rope, ctx.rows_alone() if alone else ctx.rows)
             for i, kind in enumerate(pattern):
                 at = {"block": i, kind: pattern[:i].count(kind)}
                 one = lambda part, row: layers[part] if len(pattern) == 1 or part != "block" and pattern.count(kind) == 1 else (
                     jax.tree.map(lambda leaf: leaf[row], layers[part]))
                 stored, number = {part: one(part, row) for part, row in at.items()}, layers["number"] if len(pattern) == 1 else layers["number"][i]
-                out, load = layer_of[kind](x, stored, number, shared)
+                out, load = ctx.remat(partial(one_layer, kind), alone)(x, stored, number, shared)
                 x = jnp.where(number >= 0, out, x) if padded else out
                 loads += [(number, load)] * (load is not None)
             return x, loads
@@ -118,7 +114,7 @@ class GPT(nnx.Module):
             stacks = {part: jax.tree.map(partial(periods, first=taken[part], repeats=repeats, each=each), parts[part][1])
                       for part, each in count.items()}
             stacks["number"] = periods(numbers, taken["block"], repeats, count["block"])
-            x, loads = lax.scan(partial(period, pattern), x, stacks)
+            x, loads = lax.scan(partial(period, pattern, repeats == 1), x, stacks)
             found += loads
             taken = {part: taken[part] + repeats * count.get(part, 0) for part in parts}
         return x, by_layer(found, model.layers)

@@ -56,7 +56,7 @@ class Router(nnx.Module):
         by_row = (counted[..., None] == jnp.arange(moe.experts)).sum((1, 2), dtype=jnp.int32)
         aux, z = self.losses(scores, logits, by_row, ctx)
         dropped = jnp.int32(0) if moe.routing == "expert_choice" else (~kept).sum(dtype=jnp.int32)
-        load = Load(by_row.sum(0), match(dropped, by_row), aux, z)
+        load = Load(by_row.sum(0, dtype=jnp.int32), match(dropped, by_row), aux, z)
         if ctx.rows.weigh is not None:
             gates = with_loss(gates, (moe.aux_weight * ctx.rows.warm * aux + moe.z_weight * z), ctx.share(ctx.rows.weigh, layer))
         return Routed(expert, chosen, gates * moe.scale), jax.tree.map(lax.stop_gradient, load)
@@ -114,7 +114,7 @@ class Router(nnx.Module):
             part = ctx.sum_of_row(by_row).astype(scores.dtype) / ctx.row_tokens(scores.shape[1])
             aux = (part * share.sum(1)).sum()
         else:
-            part = ctx.sum_of_batch(by_row.sum(0)).astype(scores.dtype) / (train.batch // train.microbatches * train.seq)
+            part = ctx.sum_of_batch(by_row.sum(0, dtype=jnp.int32)).astype(scores.dtype) / (train.batch // train.microbatches * train.seq)
             aux = (part * share.sum((0, 1))).sum()
         tokens = train.batch * train.seq
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
