@@ -63,6 +63,17 @@ def layers_of(model, kind):
     return tuple(layer for layer, found in enumerate(kinds(model)) if found == kind)
 
 
+def segments(model, count):
+    """[(kinds of the layers of one period, periods)] of the model's first `count` layers: what the program runs in one loop each."""
+    found, moe = kinds(model)[:count], model.moe
+    if "moe" not in found:
+        return [(("dense",), count)]
+    first = min(moe.first_dense, count)
+    periods, rest = divmod(count - first, moe.every)
+    cut = [(("dense",), first), (found[first:first + moe.every], periods), (("dense",), rest)]
+    return [(kinds, repeats) for kinds, repeats in cut if repeats]
+
+
 def _stacked(block, layers):
     """The parameters of one layer, stacked over `layers`; none for no layers."""
     layers = tuple(layers)

@@ -136,7 +136,7 @@ class Machine:
         """The weight gradients that B left, one layer at a time."""
         owners = self.note.owners(self.matrices)
 
-        def layer(_, number):
+        def layer(names, _, number):
             pairs = jax.tree.map(lambda buffer: buffer[now["pair"], number], state["pairs"])
             one = lambda name: weight_gradient(self.note.told[name][0], pairs[owners[name]].x, pairs[name].out)
             return None, {name: self.stage.ctx.scatter_parameter(one(name), name, self.dtype) for name in names}
@@ -144,7 +144,7 @@ class Machine:
         found, lengths = {}, [self.stage.length_of(name) for name in self.matrices]
         for length in dict.fromkeys(lengths):
             names = [name for name, own in zip(self.matrices, lengths) if own == length]
-            found |= lax.scan(layer, None, jnp.arange(length))[1]
+            found |= lax.scan(partial(layer, names), None, jnp.arange(length))[1]
         return self.add(gradients, found, now["chunk"]), self.empty(1)[0], self.no_pair(), self.no_load
 
     def add(self, gradients, found, chunk):

@@ -14,7 +14,7 @@ from jaxpara.model.mlp import MLP
 from jaxpara.model.moe import MoE
 from jaxpara.model.norm import Norm
 from jaxpara.model.rope import rope_table
-from jaxpara.params import kinds
+from jaxpara.params import kinds, segments
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 """Dropout sites: each folds its own number into the key."""
@@ -37,17 +37,6 @@ class Block(nnx.Module):
         else:
             out, load = feed.bias(ctx.exit(feed(ctx.enter(self.norm2(x), "mlp"), ctx), "mlp")), None
         return x + ctx.dropout(out, MLP_SITE, layer), load
-
-
-def segments(model, count):
-    """[(kinds of the layers of one period, periods)] of the model's first `count` layers."""
-    found, moe = kinds(model)[:count], model.moe
-    if "moe" not in found:
-        return [(("dense",), count)]
-    first = min(moe.first_dense, count)
-    periods, rest = divmod(count - first, moe.every)
-    cut = [(("dense",), first), (found[first:first + moe.every], periods), (("dense",), rest)]
-    return [(kinds, repeats) for kinds, repeats in cut if repeats]
 
 
 def periods(leaf, first, repeats, each):
@@ -92,9 +81,9 @@ class GPT(nnx.Module):
             rope = rope_table(ctx.positions(), model.head_dim, model.rope_theta, jnp.promote_types(x.dtype, jnp.float32))
         parts = {"block": nnx.split(self.layers), **{kind: nnx.split(feed) for kind, feed in self.feeds.items()}}
         def one_layer(kind, x, stored, number, shared):
-            rope, rows = shared
-            block, feed = (ctx.full(nnx.merge(parts[part][0], stored[part])) for part in ("block", kind))
-            return block(x, feed, number, rope, ctx.bind(rows))
+            rope, bound = shared[0], ctx.bind(shared[1])
+            block, feed = (bound.full(nnx.merge(parts[part][0], stored[part])) for part in ("block", kind))
+            return block(x, feed, number, rope, bound)
 
         def period(pattern, alone, x, layers):
             loads, shared = [], (rope, ctx.rows_alone() if alone else ctx.rows)

@@ -3,7 +3,10 @@
 These are the manual lowering's, as the compiled program has them: what compilers are known to merge is counted once and said where
 it is counted. Under the annotated lowering XLA chooses.
 """
+from dataclasses import replace
+
 from jaxpara.checks import ring_degree, ulysses_degree
+from jaxpara.params import segments
 from jaxpara.pipeline.placing import divergent
 from jaxpara.plan.lines import Line
 from jaxpara.plan.moe import moe, parts_of_tokens
@@ -18,7 +21,19 @@ def traffic(run, platform="cpu"):
     table = placements(run)
     lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *moe(run), *loss(run), *reductions(run, table), *norm(run, table),
              *updates(run, table)]
+    lines = (in_loops(line, run, platform) for line in lines)
     return [line for line in lines if line.elements and line.calls]
+
+
+def in_loops(line, run, platform):
+    """A line without what compilers merge: of layers that no loop runs over, XLA:CPU and XLA:GPU take the second gather of a weight for the first,
+    whatever barrier is between."""
+    if line.phase != "recompute" or not line.owner.startswith("layers.") or run.mesh.pp > 1 or platform == "tpu":
+        return line
+    kind = {"mlp": "dense", "moe": "moe"}.get(line.owner.split(".")[1])
+    count = lambda repeats: sum(times * (pattern.count(kind) if kind else len(pattern)) for pattern, times in segments(run.model, run.model.layers)
+                                if times >= repeats)
+    return replace(line, calls=line.calls // count(1) * count(2))
 
 
 def pipeline(run):
