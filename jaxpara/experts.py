@@ -10,6 +10,9 @@ import numpy as np
 from jaxpara.order import slots
 
 
+LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8
+
+
 @dataclass(frozen=True)
 class Layout:
     """Of one micro-batch on one device."""
@@ -92,10 +95,14 @@ def layout(run, rows=None, evaluation=False, seq=None):
     return Layout(moe.experts, here, n_choices, tokens, most, cell, run.parallel.moe_transport if ep > 1 else "none")
 
 
-def dispatches(layout):
-    """[(collective, elements per token width)] of one way out, in rows: (kind, rows of its full size)."""
-    if layout.transport == "none":
-        return []
-    if layout.transport == "gather":
-        return [("all-gather", layout.tokens * layout.ways)]
-    return [("all-to-all", layout.sent)]
+def block_rows(rows, experts, platform):
+    """Rows of a block of grouped matmuls: about half of what an expert gets on average, so that filling up costs little; 1 on TPU."""
+    if platform == "tpu":
+        return 1
+    half = max(rows // (2 * experts), 1)
+    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (half - 1).bit_length()))
+
+
+def buffer_rows(rows, experts, block):
+    """Rows of a buffer that holds `rows` of `experts` experts, each from a multiple of `block` on."""
+    return -(-(rows + experts * (block - 1)) // block) * block

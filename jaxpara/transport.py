@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpara.collectives import exchange, exchange_ragged, gather, scatter
 from jaxpara.kernels.dispatch import NOWHERE, combine, in_cells, move, packed, regrouped, spread
-from jaxpara.kernels.grouped import Groups, block_rows, buffer_rows
+from jaxpara.experts import block_rows, buffer_rows
+from jaxpara.kernels.grouped import Groups
 
 OUT, BACK, COUNTS, IDS, GATES = (f"moe.{part}" for part in ("dispatch", "return", "counts", "ids", "gates"))
 """Scopes of the collectives in the compiled program."""

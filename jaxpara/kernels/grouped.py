@@ -13,22 +13,6 @@ from jax import lax
 from jaxpara.collectives import match
 from jaxpara.kernels.dispatch import starts
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8
-
-
-def block_rows(rows, experts, platform):
-    """Rows of a block: about half of what an expert gets on average, so that filling up costs little; 1 on TPU, whose kernel needs no alignment."""
-    if platform == "tpu":
-        return 1
-    half = max(rows // (2 * experts), 1)
-    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (half - 1).bit_length()))
-
-
-def buffer_rows(rows, experts, block):
-    """Rows of a buffer that holds `rows` of `experts` experts, each from a multiple of `block` on."""
-    return -(-(rows + experts * (block - 1)) // block) * block
-
-
 class Groups(NamedTuple):
     """How a buffer is divided among experts."""
     sizes: jax.Array        # int32 [E]

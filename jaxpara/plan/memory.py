@@ -4,14 +4,17 @@ The step's memory is its arguments (the state, which is donated, so that its res
 moments compete for the most: the loss (saved activations and one chunk of logits), the backward pass of a layer (saved activations, the layer's
 working set, gathered weights, gradients) and the update. Every figure counts arrays that the program names; none is fitted.
 """
+from collections import Counter
 from functools import cache
 from importlib.metadata import version
 from itertools import permutations
 from math import prod
 
 from jaxpara.config import BYTES
-from jaxpara.pipeline.placing import divergent, schedule, stack
+from jaxpara.params import kinds, layers_of
+from jaxpara.pipeline.placing import divergent, only, schedule, stack
 from jaxpara.plan.passes import passes
+from jaxpara.plan.routed import Routed
 from jaxpara.plan.stages import borders, carried, pair, pairs, stacked_ticks
 from jaxpara.rules import local_shape
 from jaxpara.zero import placements
@@ -35,7 +38,7 @@ def model_state(run):
     precision, table = run.precision, placements(run).values()
     held = lambda kind: sum(p.elements(getattr(p, kind)) for p in table)
     optimizer = BYTES[precision.optimizer]
-    parts = {"parameters": held("storage") * BYTES[precision.params],
+    parts = {"parameters": sum(p.elements(p.storage) * BYTES[precision.stored(p.parameter)] for p in table),
              "gradients": held("gradient") * BYTES[precision.gradient(run.train.microbatches)],
              "master": held("optimizer") * optimizer if precision.master else 0,
              "optimizer": held("optimizer") * optimizer * OPTIMIZER_TENSORS[run.optim.name]}
@@ -67,7 +70,7 @@ def argument_arrays(run):
     precision, optimizer = run.precision, BYTES[run.precision.optimizer]
     for placement in placements(run).values():
         shape = lambda spec: local_shape(placement.shape, spec, run.mesh)
-        yield "parameters", shape(placement.storage), BYTES[precision.params]
+        yield "parameters", shape(placement.storage), BYTES[precision.stored(placement.parameter)]
         tensors = OPTIMIZER_TENSORS[run.optim.name]
         yield from [("optimizer", shape(placement.optimizer), optimizer)] * tensors
         yield from [("master", shape(placement.optimizer), optimizer)] * bool(precision.master)
@@ -76,7 +79,8 @@ def argument_arrays(run):
     rows = run.train.batch // m // run.mesh.batch
     yield from [("batch", (m, rows, seq // run.mesh.sp), 4)] * 2            # tokens, targets
     yield from [("batch", (m, rows, seq), 4)] * 2                           # positions, documents
-    yield from [("batch", (m, rows), 4)] * bool(run.model.dropout)
+    yield from [("batch", (m, rows), 4)] * run.model.random
+    yield from [("scalars", (run.model.layers, run.model.moe.experts), 4)] * bool(run.model.moe.bias_rate)
 
 
 def arguments(run, platform="cpu"):
@@ -123,6 +127,7 @@ class Sizes:
         self.keys = self.tokens * max(model.kv_heads // mesh.tp, 1) * model.head_dim * self.width
         self.inner = self.tokens * model.ffn // mesh.tp * self.width
         self.lse = self.tokens * self.heads * self.wide
+        self.experts = Routed(run, self, platform) if run.model.moe.experts else None
 
     def scores(self, run):
         """One block of attention scores, wide: queries × keys of at most ATTENTION_BLOCK each; on a ring half a shard, on Ulysses' side of
@@ -146,21 +151,23 @@ def shape_of_border(run):
 def shapes_of_pair(run):
     """Shapes on one device of what a layer's matmuls read and give."""
     size, model, tp = Sizes(run, "tpu"), run.model, run.mesh.tp
-    widths = (model.width,), (size.heads, model.head_dim), (max(model.kv_heads // tp, 1), model.head_dim), (model.ffn // tp,)
+    inner = [(model.ffn // tp,)] * ("dense" in kinds(model)) + [(size.experts.shared_width,)] * bool(model.moe.shared)
+    widths = (model.width,), (size.heads, model.head_dim), (max(model.kv_heads // tp, 1), model.head_dim), *inner
     return [(size.rows, size.length, *width) for width in widths]
 
 
-def residuals(run, platform):
+def residuals(run, platform, kind="dense"):
     """{tensor: bytes} that autograd keeps of one layer when everything is kept (SPEC section 2, remat = none), gathered arrays apart.
 
     Each norm: its input and output. Attention: q, k, v, out, the rows' log-normaliser. MLP: up, gate and their product; gpt2: up and the
-    activation. What is elementwise in norms and activations is computed again (`collectives.recomputed`). Dropout: two masks of a byte.
+    activation. Experts: these of their rows, the rows themselves and what came back of them. What is elementwise in norms and activations is
+    computed again (`collectives.recomputed`). Dropout: two masks of a byte.
     """
     size, model = Sizes(run, platform), run.model
     wide = size.wide // size.width
-    inner = 3 if model.style == "llama" else 2
+    feed = {"mlp inner": projections(model) * size.inner} if kind == "dense" else size.experts.residuals()
     kept = {"norm inputs": 2 * size.border, "norm outputs": 2 * size.border, "query, key, value": size.query + 2 * size.keys,
-            "attention out": outputs(run) * size.query, "log-normalisers": size.lse, "mlp inner": inner * size.inner}
+            "attention out": outputs(run) * size.query, "log-normalisers": size.lse, **feed}
     if model.qk_norm:
         kept["head norms"] = (1 + wide) * (size.query + size.keys)
     if model.dropout:
@@ -171,17 +178,16 @@ def residuals(run, platform):
 def saved(run, platform="cpu"):
     """{tensor: bytes per device} kept of layers until they run backward, under the run's recompute policy (`jaxpara.context.Ctx.remat`): of all,
     or in a pipeline of one chunk's, in the circular scan without remat_tick in every tick."""
-    size, parallel, layers = Sizes(run, platform), run.parallel, run.model.layers
-    if run.mesh.pp > 1:
-        layers = passes(run).length * stacked_ticks(run)
-    if passes(run).merged:
-        return {"layer inputs": layers * size.border}
+    size, parallel, kept = Sizes(run, platform), run.parallel, Counter()
     inputs = size.border // (run.mesh.tp if parallel.zero_r and parallel.remat == "full" and not parallel.tp_sequence else 1)
-    kept = {"none": lambda: residuals(run, platform),
-            "full": lambda: {"layer inputs": inputs},
-            "selective": lambda: {"layer inputs": inputs, **selected(run, platform)}}[parallel.remat]()
-    kept = {name: layers * held for name, held in kept.items()}
-    return {**kept, **in_every_tick(run, size)} if stacked_ticks(run) > 1 else kept
+    for kind in dict.fromkeys(kinds(run.model)):
+        of_kind = only(stack(run), layers_of(run.model, kind))
+        layers = len(of_kind.rows) if run.mesh.pp == 1 else of_kind.length * stacked_ticks(run)
+        one = {"none": lambda: residuals(run, platform, kind),
+               "full": lambda: {"layer inputs": inputs},
+               "selective": lambda: {"layer inputs": inputs, **selected(run, platform, kind)}}[parallel.remat]
+        kept.update({name: layers * held for name, held in ({"layer inputs": size.border} if passes(run).merged else one()).items()})
+    return {**kept, **in_every_tick(run, size)} if stacked_ticks(run) > 1 and not passes(run).merged else dict(kept)
 
 
 def in_every_tick(run, size):
@@ -198,13 +204,18 @@ def outputs(run):
     return 2 if run.mesh.sp > 1 and run.parallel.sp_kind in ("ulysses", "hybrid") else 1
 
 
-def selected(run, platform):
+def projections(model):
+    """Tensors as wide as the feed-forward block that its backward pass needs: up, gate and their product; gpt2: up and the activation."""
+    return 3 if model.style == "llama" else 2
+
+
+def selected(run, platform, kind):
     """{tensor: bytes} of one layer that selective recomputation keeps."""
     size = Sizes(run, platform)
     if run.parallel.remat_save == "attention":
         return {"attention out": outputs(run) * size.query, "log-normalisers": size.lse}
-    inner = 2 if run.model.style == "llama" else 1
-    return {"query, key, value": size.query + 2 * size.keys, "attention exit": size.border, "mlp inner": inner * size.inner}
+    inner = (projections(run.model) - 1) * (size.inner if kind == "dense" else size.experts.inner + size.experts.shared)
+    return {"query, key, value": size.query + 2 * size.keys, "attention exit": size.border, "mlp inner": inner}
 
 
 def working_set(run, platform):
@@ -222,12 +233,19 @@ def working_set(run, platform):
     scores, heads, inside = 2 * size.scores(run), 4 * size.query, 4 * size.inside
     narrow = run.mesh.pp > 1 and BYTES[run.precision.compute] < size.width
     if platform == "tpu":
-        return max((4 if recomputed else 2) * size.inner, scores) + inside + 2 * size.border + heads
+        return max(feed(run, size, 4 if recomputed else 2, recomputed), scores) + inside + 2 * size.border + heads
     if platform == "gpu":
         sums = 2 * size.query if recomputed else 0
-        return (4 if recomputed else 3) * size.inner + sums + inside + 2 * size.inside + 2 * size.border + heads
+        return feed(run, size, 4 if recomputed else 3, recomputed) + sums + inside + 2 * size.inside + 2 * size.border + heads
     several = (8 if run.model.style == "llama" else 6) if recomputed else 4
-    return (several * size.inner + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
+    return (feed(run, size, several, recomputed) + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
+
+
+def feed(run, size, several, recomputed):
+    """Bytes of the feed-forward block in its backward pass: `several` of the tensors of its inner width, or what experts need, whichever kind of layer
+    needs more."""
+    found = kinds(run.model)
+    return max(several * size.inner if "dense" in found else 0, size.experts.working(several, recomputed) if "moe" in found else 0)
 
 
 def weights(run, platform):
@@ -248,8 +266,10 @@ def weights(run, platform):
 
 
 def layer_elements(run, table, whole=False):
-    """Elements of each parameter of one layer that ZeRO-3 gathers, or `whole`: of all."""
-    return [p.elements(p.base) // passes(run).held for p in table.values() if p.parameter.stacked and (whole or p.axes(3))]
+    """Elements of each parameter of one layer that ZeRO-3 gathers, or `whole`: of all; of the kind of layer that has most of them."""
+    part = {"dense": ".mlp.", "moe": ".moe."}
+    held = lambda other: [p.elements(p.base) // p.held for p in table.values() if p.parameter.stacked and (whole or p.axes(3)) and other not in p.name]
+    return max((held(part["moe" if kind == "dense" else "dense"]) for kind in dict.fromkeys(kinds(run.model))), key=sum)
 
 
 def pipeline_gradients(run, table, platform):

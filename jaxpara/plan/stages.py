@@ -5,7 +5,8 @@ circular scan keeps borders of all its ticks, since autodiff stacks what goes in
 """
 from jaxpara.config import BYTES
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.pipeline.placing import divergent, schedule, stack, ticks
+from jaxpara.params import kinds, layers_of
+from jaxpara.pipeline.placing import divergent, only, schedule, stack, ticks
 
 
 def borders(run):
@@ -33,9 +34,11 @@ def carried(run, held, size):
 
 def pair(run, size):
     """Bytes of what B leaves W of one chunk: input and output gradient of each of its matmuls, what several read once."""
-    inner = 3 if run.model.style == "llama" else 2
-    layer = 4 * size.inside + 2 * size.query + 2 * size.keys + inner * size.inner
-    return carried(run, stack(run).length * layer, size)
+    inner, attention = 3 if run.model.style == "llama" else 2, 2 * size.inside + 2 * size.query + 2 * size.keys
+    feeds = {"dense": 2 * size.inside + inner * size.inner,
+             "moe": (2 * size.inside + inner * size.experts.shared) * bool(run.model.moe.shared) if size.experts else 0}
+    layers = {kind: only(stack(run), layers_of(run.model, kind)).length for kind in dict.fromkeys(kinds(run.model))}
+    return carried(run, sum(count * (attention + feeds[kind]) for kind, count in layers.items()), size)
 
 
 def pairs(run, size, platform):
