@@ -8,8 +8,8 @@ from jaxpara.params import layers_of
 
 
 def balanced(run, bias, counts, healthy):
-    """The routers' selection bias after a step (Wang et al. 2024, arXiv 2408.15664): `bias_rate` up for experts with less than the mean load, down for
-    those with more. bias: [L, E] or None; counts: int32 [L, E], the whole step's, so that it does not depend on the mesh."""
+    """The routers' selection bias after a step (Wang et al. 2024, arXiv 2408.15664): `bias_rate` up for experts with less than the mean load, down
+    for those with more. bias: [L, E] or None; counts: int32 [L, E], the whole step's, so that it does not depend on the mesh."""
     if bias is None:
         return None
     experts = counts.shape[1]
@@ -19,8 +19,8 @@ def balanced(run, bias, counts, healthy):
 def router_metrics(run, loads):
     """{name: scalar} of a step, over the layers that have experts, but for "moe/load": int32 [layers, E] choices of each expert.
 
-    load_max: the busiest expert's load over the mean, in the worst layer; load_entropy: of the loads, as a part of log E, in the worst layer; dropped:
-    part of all choices; aux_loss, z_loss: means over layers, without their weights.
+    load_max: the busiest expert's load over the mean, in the worst layer; load_entropy: of the loads, as a part of log E, in the worst layer;
+    dropped: part of all choices; aux_loss, z_loss: means over layers, without their weights.
     """
     moe, layers = run.model.moe, jnp.asarray(layers_of(run.model, "moe"))
     counts = loads.counts[layers]

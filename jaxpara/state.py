@@ -125,7 +125,8 @@ def from_single_device(single, placements):
         if not wrong:
             pieces = [np.asarray(single[path]) for path in paths]
             fill = lambda piece: np.pad(piece, [(0, stored - size) for stored, size in zip(placement.shape[stacked:], shape[stacked:])])
-            rows = [fill(pieces[layers.index(layer)] if layer >= 0 else np.zeros_like(pieces[0])) for layer in placement.stack.rows] if stacked else None
+            of = lambda layer: fill(pieces[layers.index(layer)] if layer >= 0 else np.zeros_like(pieces[0]))
+            rows = [of(layer) for layer in placement.stack.rows] if stacked else None
             arrays[name] = np.stack(rows) if stacked else fill(pieces[0])
     wrong += [f"Extra parameter {path}: the model has none of that name." for path in single if path not in expected]
     if wrong:

@@ -66,16 +66,16 @@ def test_rules_that_match_nothing_are_listed():
     assert message == "The rule for 'vocab' matches no dim. Labels in use: batch, length, embed."
 
 
-def run_of(style="llama", **overrides):
-    return configure(Run().change(model=dict(style=style, heads=8, kv_heads=2, width=24, head_dim=6, ffn=40)),
+def run_of(style="llama", experts=0, **overrides):
+    return configure(Run().change(model=dict(style=style, heads=8, kv_heads=2, width=24, head_dim=6, ffn=40, moe=dict(experts=experts))),
                      {name.replace("__", "."): value for name, value in overrides.items()})
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_every_parameter_label_has_a_rule_and_no_rule_is_left_over(style):
     used = set()
-    for name in ("llama", "gpt2"):
-        used |= set(labels_in_use(run_of(name).model))
+    for given in (("llama",), ("gpt2",), ("llama", 4)):
+        used |= set(labels_in_use(run_of(*given).model))
     assert parameter_rules(run_of(style)).unmatched(used) == []
     assert set(labels_in_use(run_of(style).model)) <= {label for label, _ in parameter_rules(run_of(style)).table}
 

@@ -146,8 +146,8 @@ class Ctx:
         return self.rows._replace(tick=self.rows.positions) if tied else self.rows
 
     def remat(self, layer, alone=False):
-        """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice. alone: no loop stands
-        around the layer, so that compilers could take the second run for the first."""
+        """`layer(x, stored, number, shared)` with the run's recomputation. Gathered weights are never kept, whatever the choice. alone: no loop
+        stands around the layer, so that compilers could take the second run for the first."""
         kind, policies = self.run.parallel.remat, jax.checkpoint_policies
         if self.keep:
             return layer

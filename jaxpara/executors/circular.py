@@ -20,8 +20,8 @@ from jaxpara.pipeline.placing import schedule
 
 
 def circular(run, placements, model, make_ctx):
-    """A function (weights, batch, moment, scale) -> ((summed loss · scale, `Load`s), {name: gradient}): a whole step's, gradients reduced like those of
-    one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
+    """A function (weights, batch, moment, scale) -> ((summed loss · scale, `Load`s), {name: gradient}): a whole step's, gradients reduced like
+    those of one micro-batch (`gradients.reduce_micro`). make_ctx: placements -> `ManualCtx`."""
     seen = inside(run, placements)
     stage = Stage(run, seen, model, make_ctx(seen), schedule(run), run.parallel.remat_tick)
     dtype = run.precision.gradient(run.train.microbatches)

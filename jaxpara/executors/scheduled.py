@@ -90,7 +90,8 @@ class Machine:
         fresh = when(now["begins"] >= 0, "pipeline.begin", lambda _: self.embed(now["begins"], self.sinks(self.stage.entry)), nothing)
         slots = put(state["slots"], fresh, on(table.first, now["begins"], now["input"]))
         branches = [self.idle, self.forward, self.backward] + [self.weight] * bool(self.matrices)
-        gradients, message, pair, loads = lax.switch(now["op"], [scoped(branch, {**state, "slots": slots}, now) for branch in branches], state["gradients"])
+        ops = [scoped(branch, {**state, "slots": slots}, now) for branch in branches]
+        gradients, message, pair, loads = lax.switch(now["op"], ops, state["gradients"])
         pairs = jax.tree.map(lambda buffer, new: put(buffer, new, jnp.where(now["op"] == B, now["pair"], -1)), state["pairs"], pair)
         gradients, loss, dx = when(now["losses"] >= 0, "pipeline.loss", partial(self.take_loss, now, message), (gradients, state["loss"], nothing))
         cotangents = put(state["cotangents"], dx, on(table.last, now["losses"], now["kept"]))

@@ -54,8 +54,8 @@ class Stage:
         return self.placements[name].stack.length
 
     def through(self, x, weights, sinks, chunk, rows):
-        """x: [b, s, H] at a border, through chunk number `chunk` of this stage, whose {name: rows} are in weights and sinks. Returns x and, of a model
-        with experts, `Load`s."""
+        """x: [b, s, H] at a border, through chunk number `chunk` of this stage, whose {name: rows} are in weights and sinks. Returns x and, of a
+        model with experts, `Load`s."""
         stored = {name: Stored(weights[name], sinks[name], name) for name in self.layers}
         numbers = jnp.asarray(self.numbers)[self.rank, chunk]
         return fill(self.model, stored).blocks(x, numbers, self.ctx.bind(rows), self.padded)

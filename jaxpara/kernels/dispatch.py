@@ -63,8 +63,8 @@ def packed(expert, experts, rows, block):
 
 
 def regrouped(counts, begins, rows_in, rows_out, block):
-    """`Plan` that sorts by expert what came from several devices. counts: int32 [devices, E here] rows of each; begins: [devices] where each one's rows
-    begin, among rows_in; there they are sorted by expert. One choice per row that came."""
+    """`Plan` that sorts by expert what came from several devices. counts: int32 [devices, E here] rows of each; begins: [devices] where each one's
+    rows begin, among rows_in; there they are sorted by expert. One choice per row that came."""
     devices, experts = counts.shape
     ends = jnp.cumsum(counts, axis=1)
     places = jnp.arange(rows_in, dtype=jnp.int32)

@@ -242,8 +242,8 @@ def working_set(run, platform):
 
 
 def feed(run, size, several, recomputed):
-    """Bytes of the feed-forward block in its backward pass: `several` of the tensors of its inner width, or what experts need, whichever kind of layer
-    needs more."""
+    """Bytes of the feed-forward block in its backward pass: `several` of the tensors of its inner width, or what experts need, whichever kind of
+    layer needs more."""
     found = kinds(run.model)
     return max(several * size.inner if "dense" in found else 0, size.experts.working(several, recomputed) if "moe" in found else 0)
 
@@ -268,8 +268,9 @@ def weights(run, platform):
 def layer_elements(run, table, whole=False):
     """Elements of each parameter of one layer that ZeRO-3 gathers, or `whole`: of all; of the kind of layer that has most of them."""
     part = {"dense": ".mlp.", "moe": ".moe."}
-    held = lambda other: [p.elements(p.base) // p.held for p in table.values() if p.parameter.stacked and (whole or p.axes(3)) and other not in p.name]
-    return max((held(part["moe" if kind == "dense" else "dense"]) for kind in dict.fromkeys(kinds(run.model))), key=sum)
+    taken = [p for p in table.values() if p.parameter.stacked and (whole or p.axes(3))]
+    without = lambda other: [p.elements(p.base) // p.held for p in taken if part[other] not in p.name]
+    return max((without("moe" if kind == "dense" else "dense") for kind in dict.fromkeys(kinds(run.model))), key=sum)
 
 
 def pipeline_gradients(run, table, platform):

@@ -56,8 +56,8 @@ def routers(run):
 
 
 def cells(run, sizes):
-    """4δ·rows·H per layer and micro-batch, a way out and a way back, each again in the backward pass: rows are E·cell with a capacity, N_ep·cell in the
-    worst case. Rows without a token are sent too."""
+    """4δ·rows·H per layer and micro-batch, a way out and a way back, each again in the backward pass: rows are E·cell with a capacity, N_ep·cell in
+    the worst case. Rows without a token are sent too."""
     count, elements = passes_of(run, "moe"), sizes.sent * run.model.width
     across = lambda what, elements, dtype: line_over(run, ("ep",), what, "all-to-all", elements, dtype)
     if sizes.regrouped:
@@ -94,8 +94,8 @@ TRANSPORTS = {"all_to_all": cells, "ragged": pieces, "gather": gathers}
 
 
 def parts_of_tokens(run, count, elements):
-    """Where tp splits the layer's tokens and not its experts: at a border with copies, the tokens' parts put together, forward at the exit and backward at
-    the entrance; at a border of Megatron-SP nothing."""
+    """Where tp splits the layer's tokens and not its experts: at a border with copies, the tokens' parts put together, forward at the exit and
+    backward at the entrance; at a border of Megatron-SP nothing."""
     if run.parallel.tp_sequence:
         return
     for phase, calls in (("forward", count.forward), ("recompute", 0 if count.merged else count.again), ("backward", count.backward)):

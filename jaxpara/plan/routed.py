@@ -3,8 +3,8 @@ from jaxpara.experts import block_rows, buffer_rows, layout
 
 
 class Routed:
-    """Of one layer and micro-batch. rows: [r, H] at the experts; sent: [r, H] of the sending device; inner: [r, F/N_tp]; shared: [b, s, F·shared/N_tp];
-    scores: [b, s, E], wide."""
+    """Of one layer and micro-batch. rows: [r, H] at the experts; sent: [r, H] of the sending device; inner: [r, F/N_tp]; shared: [b, s,
+    shared·F/N_tp]; scores: [b, s, E], wide."""
 
     def __init__(self, run, size, platform):
         model, sizes = run.model, layout(run)
@@ -28,8 +28,8 @@ class Routed:
                 "shared inner": inner * self.shared, "router": 4 * self.scores}
 
     def working(self, several, recomputed):
-        """Bytes alive in the layer's backward pass: its inner tensors, and rows before and after each move with their cotangents. A loop of grouped matmuls
-        carries one of each more than a batched matmul."""
+        """Bytes alive in the layer's backward pass: its inner tensors, and rows before and after each move with their cotangents. A loop of grouped
+        matmuls carries one of each more than a batched matmul."""
         again = max(several - 4, 0)
         inner = self.inner * ((5 if recomputed else 3) if self.fixed else 4 + again * 3 // 4)
         return inner + (3 if self.fixed else 5) * max(self.rows, self.sent) + 2 * self.tokens + several * self.shared

@@ -19,8 +19,8 @@ def traffic(run, platform="cpu"):
     """Every `Line` of a run's train step, in the order of the step; empty on one device. platform: cpu | tpu | gpu; a ring inside a pipeline's
     table is an all-gather on cpu."""
     table = placements(run)
-    lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *moe(run), *loss(run), *reductions(run, table), *norm(run, table),
-             *updates(run, table)]
+    lines = [*pipeline(run), *zero3(run, table), *tensor(run), *sequence(run, platform), *moe(run), *loss(run), *reductions(run, table),
+             *norm(run, table), *updates(run, table)]
     lines = (in_loops(line, run, platform) for line in lines)
     return [line for line in lines if line.elements and line.calls]
 

@@ -11,6 +11,7 @@ from jax.extend import core
 import jaxpara
 from jaxpara import ConfigError
 from jaxpara.params import count
+from jaxpara.step import moment
 
 EIGHT = dict(model__width=8, model__vocab=8, model__ffn=24, model__layers=3, mesh__dp=8, train__batch=8, optim__name="adamw")
 """Every dim but the layers splits eight ways; the token table is [8, 8]."""
@@ -34,10 +35,10 @@ def test_c1_moments_lie_on_all_devices(stepped):
     program, state = after_one_step(**EIGHT, parallel__zero__dp=1)
     state = state if stepped else small.start(program)
     mu, nu, counted = moments(state)
-    for moment in (mu["embedding.tokens"], nu["embedding.tokens"]):
-        assert moment.shape == (8, 8) and moment.dtype == np.float32
-        assert [shard.data.nbytes for shard in moment.addressable_shards] == [32] * 8
-        assert len({str(shard.index) for shard in moment.addressable_shards}) == 8, "eight pieces, not eight copies of one"
+    for one in (mu["embedding.tokens"], nu["embedding.tokens"]):
+        assert one.shape == (8, 8) and one.dtype == np.float32
+        assert [shard.data.nbytes for shard in one.addressable_shards] == [32] * 8
+        assert len({str(shard.index) for shard in one.addressable_shards}) == 8, "eight pieces, not eight copies of one"
     assert counted.sharding.is_fully_replicated and len(counted.addressable_shards) == 8
 
 
@@ -136,7 +137,7 @@ def test_c9_the_logged_loss_is_the_one_that_is_differentiated():
 def accumulation(program):
     """Types of what the loop over micro-batches hands on: the results of its body, which collects nothing."""
     state, batch = program.abstract()
-    jaxpr, m = jax.make_jaxpr(program._gradients)(state.params, batch, state.step), program.run.train.microbatches
+    jaxpr, m = jax.make_jaxpr(program._gradients)(state.params, batch, moment(state)), program.run.train.microbatches
 
     def find(jaxpr):
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:

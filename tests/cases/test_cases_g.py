@@ -17,6 +17,7 @@ from jaxpara.model import norm
 from jaxpara.model.gpt import GPT
 from jaxpara.pipeline.formulas import bubble_fraction
 from jaxpara.pipeline.placing import stack
+from jaxpara.step import moment
 
 def built(**overrides):
     """As `small.answer`, of a program that is built now, with whatever is planted."""
@@ -196,7 +197,7 @@ def test_e3_norm_gradients_in_a_pipeline_are_alike_on_all_ranks_and_whole():
     piped = dict(mesh__pp=2, mesh__tp=4, parallel__tp_sequence=True, train__microbatches=2, parallel__schedule="1f1b", model__layers=4)
     program = small.program(**piped)
     placed, state = program.put(small.batch()), small.start(program)
-    grads = program._loss_and_grads(state.params, placed, state.step)[2]
+    grads = program._loss_and_grads(state.params, placed, moment(state))[2]
     for name in ("layers.norm1.scale", "norm.scale"):
         copies = small.pieces(grads[name])
         alike = [copies] if name == "norm.scale" else [copies[:4], copies[4:]]

@@ -6,6 +6,8 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from jaxpara.step import moment
+
 KINDS = {"psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "all_gather": "all-gather",
          "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "permute"}
 
@@ -43,6 +45,6 @@ def add(equation, kind, sizes, times, found):
 def traced(program):
     """`collectives` of a program's gradient computation (all but the optimizer)."""
     state, batch = program.abstract()
-    jaxpr = jax.make_jaxpr(program._gradients)(state.params, batch, state.step)
+    jaxpr = jax.make_jaxpr(program._gradients)(state.params, batch, moment(state))
     dead_free, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     return collectives(dead_free, dict(program.mesh.shape))
