@@ -3,11 +3,11 @@
     run = jaxpara.load("gpt_tiny", {"mesh.dp": 2})    # recipe name or path, dotted overrides -> Run
     program = jaxpara.build(run)                      # -> Program: init, step, loss_and_grads, params, logits, lower
 """
-from jaxpara.config import Data, Mesh, Model, Optim, Parallel, Precision, Run, Train, Zero
+from jaxpara.config import Data, Mesh, MoE, Model, Optim, Parallel, Precision, Run, Train, Zero
 from jaxpara.errors import ConfigError
 from jaxpara.settings import load, loads, recipe, recipes
 
-__all__ = ["ConfigError", "Data", "Mesh", "Model", "Optim", "Parallel", "Precision", "Run", "Train", "Zero",
+__all__ = ["ConfigError", "Data", "Mesh", "MoE", "Model", "Optim", "Parallel", "Precision", "Run", "Train", "Zero",
            "build", "explain", "load", "loads", "recipe", "recipes"]
 
 

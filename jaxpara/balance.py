@@ -17,7 +17,7 @@ def balanced(run, bias, counts, healthy):
 
 
 def router_metrics(run, loads):
-    """{name: scalar} of a step, over the layers that have experts, but for "moe/load": int32 [layers, E] choices of each expert.
+    """{name: scalar} of a step, over the layers that have experts.
 
     load_max: the busiest expert's load over the mean, in the worst layer; load_entropy: of the loads, as a part of log E, in the worst layer;
     dropped: part of all choices; aux_loss, z_loss: means over layers, without their weights.
@@ -27,6 +27,6 @@ def router_metrics(run, loads):
     part = counts / jnp.maximum(counts.sum(1, keepdims=True), 1)
     entropy = -(part * jnp.log(jnp.where(part > 0, part, 1))).sum(1) / log(moe.experts)
     made = len(layers) * run.train.batch * run.train.seq * choices(moe)
-    return {"moe/load": counts, "moe/load_max": (part.max(1) * moe.experts).max(), "moe/load_entropy": entropy.min(),
+    return {"moe/load_max": (part.max(1) * moe.experts).max(), "moe/load_entropy": entropy.min(),
             "moe/dropped": loads.dropped.sum() / made, "moe/z_loss": loads.z[layers].mean(),
             **({"moe/aux_loss": loads.aux[layers].mean()} if moe.aux_weight else {})}

@@ -29,6 +29,7 @@ from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import layers_of, parameters
 from jaxpara.pipeline.placing import divergent
+from jaxpara.plan.moe import dispatched
 from jaxpara.state import (State, check_random, from_single_device, initial_state, state_shardings, to_single_device)
 from jaxpara.targets import compile_only, place
 from jaxpara.zero import placements
@@ -43,6 +44,10 @@ def build(run, target=None):
     """
     run, mesh = place(checks.checked(resolve(run)), target)
     run = checks.checked(run)       # again, now that an "auto" axis is filled
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu" and run.mesh.ep > 1 and run.parallel.moe_transport == "ragged":
+        raise ConfigError("parallel.moe_transport = ragged on cpu: XLA:CPU has no ragged all-to-all. Legal on cpu: all_to_all, gather, which train the same "
+                          "model; ragged with devices or a --target of tpu or gpu.")
     check_random()
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)
@@ -57,11 +62,16 @@ def moment(state):
 class Metrics(Mapping):
     """Metrics of a step by name, read as Python floats; reading waits for the step to finish, holding them does not."""
 
-    def __init__(self, arrays):
-        self._arrays = arrays
+    def __init__(self, arrays, load=None):
+        self._arrays, self._load = arrays, load
 
     def __getitem__(self, name):
         return float(self._arrays[name])
+
+    @property
+    def load(self):
+        """int [n, E]: how often the routers of the n layers with experts chose each, over the whole mesh; None for a dense model."""
+        return None if self._load is None else np.asarray(self._load)
 
     def __iter__(self):
         return iter(self._arrays)
@@ -91,6 +101,7 @@ class Program:
         self.placements = placements(run)
         self.model = GPT({parameter.name: parameter for parameter in parameters(run.model)}, run.model)
         self.optimizer, self.schedule = optimizer(run), schedule(run)
+        self.dispatched = dispatched(run)
         self.shardings = state_shardings(run, self.placements, mesh, self.optimizer)
         lowering = gradients.manual if run.parallel.lowering == "manual" else gradients.annotated
         piped = {"make": scheduled if divergent(run) else circular} if run.mesh.pp > 1 else {}
@@ -125,11 +136,13 @@ class Program:
         """One optimizer step: (state, batch) -> (state, metrics). `state` is donated: use the returned one.
 
         batch: as for `put`, or what `put` returned. metrics: loss (mean over counted targets), grad_norm (before clipping), tokens
-        (counted), lr; and stopped (the step at which loss or gradient was not finite, else -1: from then on nothing is updated).
+        (counted), lr; and stopped (the step at which loss or gradient was not finite, else -1: from then on nothing is updated); of a model
+        with experts also those of `balance.router_metrics`, moe/bytes (sent per device for tokens on their way to experts and back), and
+        `metrics.load`.
         """
         batch = batch if "number" in batch else self.put(batch)
-        state, metrics = self._step(state, batch)
-        return state, Metrics(metrics)
+        state, (metrics, load) = self._step(state, batch)
+        return state, Metrics(metrics if load is None else {**metrics, "moe/bytes": self.dispatched}, load)
 
     def loss_and_grads(self, state, batch):
         """(loss, {dotted path: np.ndarray}): gradients of the mean loss in the single-device layout, one entry per layer."""
@@ -198,9 +211,9 @@ class Program:
         with jax.named_scope("optimizer"):
             state, metrics = self._update(state, loss, tokens, grads)
         if loads is None:
-            return state, metrics
+            return state, (metrics, None)
         bias = balanced(self.run, state.bias, loads.counts, metrics["stopped"] < 0)
-        return replace(state, bias=bias), metrics | router_metrics(self.run, loads)
+        return replace(state, bias=bias), (metrics | router_metrics(self.run, loads), loads.counts[jnp.asarray(layers_of(self.run.model, "moe"))])
 
     def _place_as(self, tree, kind):
         """Constrain {name: array} to one of the placements' specs; a gather that this takes is its parameter's by name."""

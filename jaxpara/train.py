@@ -14,7 +14,9 @@ import numpy as np
 from jaxpara import checks
 from jaxpara.data import Loader
 from jaxpara.errors import ConfigError, TrainingStopped
+from jaxpara.params import layers_of
 from jaxpara.report import screen
+from jaxpara.report.load import LoadMap
 from jaxpara.report.progress import Steps
 from jaxpara.rundir import make_directory, occupied
 from jaxpara.settings import dumps
@@ -39,15 +41,18 @@ def train(run, run_dir=None, console=None, params=None):
     (directory / "config.json").write_text(dumps(run), encoding="utf-8")
     screen.before(run, console, facts(program, loader, directory))
     with (open(directory / "metrics.jsonl", "w", encoding="utf-8") as sink, Interrupt() as interrupt, Steps(console, run.train.steps) as steps):
-        state, clock, first = program.init(params), Clock(), None
+        state, clock, first, loads = program.init(params), Clock(), None, LoadMap(layers_of(run.model, "moe"))
         for step, metrics in completed(program, loader, state, run.train.steps, interrupt):
             row = row_of(step, metrics, clock)
+            if loads.layers:
+                loads.add(metrics.load)
             first = first or row
             sink.write(json.dumps(row) + "\n")
             sink.flush()
             steps.show(row, clock.pace)
     rate = row["tokens"] / clock.pace if clock.pace else None
-    screen.after(run, console, screen.Summary(row["step"], first["loss"], row["loss"], clock.last - clock.start, rate, directory))
+    written = loads.write(directory)
+    screen.after(run, console, screen.Summary(row["step"], first["loss"], row["loss"], clock.last - clock.start, rate, directory, written))
     if interrupt.asked:
         raise KeyboardInterrupt
     return row
@@ -71,7 +76,6 @@ def completed(program, loader, state, steps, interrupt):
 
 def finished(program, loader, state, step, metrics):
     """(step, metrics), read from the devices; TrainingStopped if the step stopped the run. state: any later one, since none updated it."""
-    metrics = dict(metrics.items())
     if metrics["stopped"] >= 0:
         raise diagnose(program, loader, state, step)
     return step, metrics
@@ -82,7 +86,8 @@ def row_of(step, metrics, clock):
     The first one has `compiled`: its time is that of compilation too."""
     seconds = clock.lap()
     row = {"step": step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": metrics["lr"], "tokens": int(metrics["tokens"]),
-           "tokens_per_s": round(metrics["tokens"] / seconds, 1), "ms": round(1000 * seconds, 1)}
+           "tokens_per_s": round(metrics["tokens"] / seconds, 1), "ms": round(1000 * seconds, 1),
+           **{name: value for name, value in metrics.items() if name.startswith("moe/")}}
     return row | {"compiled": True} if clock.laps == 1 else row
 
 

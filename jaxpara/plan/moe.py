@@ -14,6 +14,11 @@ def moe(run):
         yield from TRANSPORTS[run.parallel.moe_transport](run, layout(run))
 
 
+def dispatched(run):
+    """Wire bytes per device and step of tokens on their way over ep: to their experts and back, forward and backward, recomputation included."""
+    return sum(line.wire for line in moe(run) if line.what.startswith("tokens"))
+
+
 def recomputed(run):
     """Whether the backward pass runs a layer's dispatch again, layer by layer."""
     return run.parallel.remat != "none" and not passes_of(run, "moe").merged

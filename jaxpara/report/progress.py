@@ -29,8 +29,9 @@ class Steps:
 
 
 def step_line(row, steps, eta):
-    """At most 80 columns for ordinary numbers."""
-    head = (f"{row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  grad {significant(row['grad_norm'])}  lr {row['lr']:.2e}")
+    """At most 80 columns for ordinary numbers. Of a model with experts the load of the busiest, over the mean, stands in place of the learning rate."""
+    third = f"load {row['moe/load_max']:.2f}" if "moe/load_max" in row else f"lr {row['lr']:.2e}"
+    head = f"{row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  grad {significant(row['grad_norm'])}  {third}"
     if row.get("compiled"):
         return f"{head}  {row['ms']:,.0f} ms, compilation included"
     return f"{head}  {row['tokens_per_s']:>6,.0f} tok/s  {row['ms']:>4,.0f} ms  {eta}"

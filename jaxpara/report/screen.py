@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpara.config import BYTES
-from jaxpara.params import count
+from jaxpara.experts import capacity
+from jaxpara.params import count, count_active, layers_of
 from jaxpara.plan import model_state, traffic
 from jaxpara.report.explain import spec_text
 from jaxpara.report.pipeline import pipeline_lines
 from jaxpara.report.units import both, exact, size, span
 from jaxpara.zero import placements
 
-GROUPS = ("embedding", "attention", "mlp", "norms", "head")
+GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
 
 WIDE = 100
 """Columns from which a table shows what it can do without."""
@@ -36,7 +37,7 @@ def before(run, console, facts=()):
     size_of = f"{model.style}, {model.layers} layers, width {model.width}, {heads}, ffn {model.ffn}, vocab {model.vocab}"
     steps = f"{batch.batch} sequences × {batch.seq} tokens, {batch.microbatches} micro-batch{'es' * (batch.microbatches > 1)}, {batch.steps} steps"
     grid = Table.grid(padding=(0, 2))
-    for name, text in [("model", f"{count(model):,} parameters: {size_of}"),
+    for name, text in [("model", f"{count(model):,} parameters: {size_of}"), *expert_lines(run),
                        ("mesh", run.mesh.text + f" ({run.mesh.size} devices)" * (run.mesh.size > 1)),
                        *zip(("pipeline", "", ""), pipeline_lines(run)), ("precision", precision_text(run.precision)), ("batch", steps), *facts]:
         grid.add_row(Text(name, "bold"), Text(text, overflow="fold"))
@@ -53,6 +54,19 @@ def before(run, console, facts=()):
     console.print()
 
 
+def expert_lines(run):
+    """[("experts", text)] of a model that has some."""
+    model, moe = run.model, run.model.moe
+    if not moe.experts:
+        return []
+    layers = layers_of(model, "moe")
+    where = "every layer" if len(layers) == model.layers else f"{len(layers)} of {model.layers} layers"
+    takes = "dropless" if moe.capacity is None else f"capacity {capacity(moe)} of {moe.group} tokens"
+    chosen = f"top {moe.top_k} by {moe.score}" if moe.routing == "token_choice" else moe.routing.replace("_", " ")
+    shared = f" and {moe.shared} shared" if moe.shared else ""
+    return [("experts", f"{moe.experts}{shared} in {where}, ffn {moe.ffn}, {chosen}, {takes}; {count_active(model):,} parameters active per token")]
+
+
 def precision_text(precision):
     """The dtypes of a run in words."""
     scale = f", loss scale {precision.loss_scale:g}" if precision.loss_scale else ""
@@ -63,6 +77,8 @@ def group_of(name):
     """The group of a parameter on the screen; `explain` lists them one by one."""
     if "norm" in name or name.endswith("_scale"):
         return "norms"
+    if name.startswith("layers.moe.") and not name.startswith("layers.moe.shared."):
+        return "router" if name in ("layers.moe.router", "layers.moe.noise") else "experts"
     return next(group for group in GROUPS if group in name.split("."))
 
 
@@ -147,6 +163,7 @@ class Summary:
     seconds: float                  # from the start of the first step, compilation included
     tokens_per_s: float | None      # without compilation; None when only the first step was done
     directory: Path
+    written: tuple[Path, ...] = ()  # what else lies there
 
 
 def after(run, console, done):
@@ -168,3 +185,5 @@ def after(run, console, done):
     else:
         console.print("One device: nothing was sent.")
     console.print(f"Metrics and configuration: {done.directory}", soft_wrap=True)
+    if done.written:
+        console.print(f"Load of every expert over the run: {' and '.join(path.name for path in done.written)}", soft_wrap=True)
