@@ -230,7 +230,10 @@ def operands(computation, instruction, kind, opcode, found):
     given = [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
     if not given:
         raise HloError(f"{instruction.name}: no operand with a shape.")
-    if opcode in ("ragged-all-to-all", "send", "collective-permute"):
+    if opcode == "ragged-all-to-all":
+        # how much is sent shows at run time only; of the buffers before and after, one has room for the worst case, the other for what is due
+        return [(given[0].dtype, min(shape.elements for shape in given[:2]))]
+    if opcode in ("send", "collective-permute"):
         # after the data come offsets and sizes, a token, or (in place) the buffer and where in it
         given = given[:1] if opcode != "collective-permute" or "slice_sizes" in instruction.attributes else given
     if kind == "all-to-all":                    # a tuple of pieces, one per peer, is one array in pieces

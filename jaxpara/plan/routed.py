@@ -8,7 +8,7 @@ class Routed:
 
     def __init__(self, run, size, platform):
         model, sizes = run.model, layout(run)
-        self.model, self.fixed = model, bool(sizes.capacity)
+        self.model, self.platform, self.fixed = model, platform, bool(sizes.capacity)
         ways = 1 if run.parallel.moe_tp == "tokens" else run.mesh.tp
         count = sizes.received
         if not sizes.capacity and sizes.here > 1:
@@ -29,7 +29,9 @@ class Routed:
 
     def working(self, several, recomputed):
         """Bytes alive in the layer's backward pass: its inner tensors, and rows before and after each move with their cotangents. A loop of grouped
-        matmuls carries one of each more than a batched matmul."""
+        matmuls carries one of each more than a batched matmul or the TPU's kernel."""
+        if self.platform == "tpu":
+            return 3 * (self.inner + max(self.rows, self.sent)) + 2 * self.tokens + several * self.shared
         again = max(several - 4, 0)
         inner = self.inner * ((5 if recomputed else 3) if self.fixed else 4 + again * 3 // 4)
         return inner + (3 if self.fixed else 5) * max(self.rows, self.sent) + 2 * self.tokens + several * self.shared

@@ -10,6 +10,7 @@ from jax.extend import core
 
 import jaxpara
 from jaxpara import ConfigError
+from jaxpara.mesh import partition
 from jaxpara.params import count
 from jaxpara.step import moment
 
@@ -241,3 +242,17 @@ def test_c25_four_steps_compile_once(overrides):
         for seed in range(4):
             state, metrics = program.step(state, small.batch(seed=seed))
     assert program._step._cache_size() == 1 and np.isfinite(metrics["loss"])
+
+
+def test_c13_the_norm_counts_every_expert_once_and_dense_parameters_once():
+    """dp=2, ep=2, tp=2, in the optimizer's own shards: four experts with four ones each, of both halves of their width, and four ones of a dense
+    parameter: sqrt(20)."""
+    program = small.program(mesh__dp=2, mesh__ep=2, mesh__tp=2, parallel__zero__dp=1, model__moe__experts=4, model__moe__ffn=12)
+    grads = no_grads(program, np.float32)
+    grads["layers.moe.up"][1, :, 5, ::3] = 1
+    grads["norm.scale"][:4] = 1
+    shardings = {name: jax.NamedSharding(program.mesh, partition(placement.optimizer)) for name, placement in program.placements.items()}
+    placed = jax.device_put(grads, shardings)
+    assert len({str(shard.index) for shard in placed["layers.moe.up"].addressable_shards}) == 8
+    _, metrics = updates(program, placed)
+    assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(20), rel=1e-6)

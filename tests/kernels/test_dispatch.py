@@ -3,15 +3,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxpara.experts import buffer_rows
 from jaxpara.kernels import dispatch
 from jaxpara.kernels.dispatch import NOWHERE, by_expert, combine, in_cells, move, packed, reference, regrouped, spread
 
-ROUTINGS = {     # tokens, K, E, part dropped
-    "plain": (12, 2, 4, 0.0), "dropped": (13, 3, 6, 0.4), "one choice": (9, 1, 5, 0.2), "one expert": (7, 2, 1, 0.3), "one token": (1, 3, 8, 0.0),
-    "more experts than choices": (5, 2, 32, 0.1), "none": (6, 2, 4, 1.0), "many choices": (8, 11, 12, 0.2),
+SHAPES = {       # tokens, K, E
+    "plain": (12, 2, 4), "one choice": (9, 1, 6), "one expert": (7, 2, 1), "one token": (1, 3, 8), "mostly empty": (5, 2, 32), "many choices": (8, 11, 12),
 }
+BLOCK, WIDTH = 4, 5
 
 
 @pytest.fixture(autouse=True)
@@ -20,31 +21,32 @@ def wide():
         yield
 
 
-def routing(name, seed=0):
+def routing(name, dropped=0.2, seed=0):
     """int32 [n, K], -1 where dropped, and E. A token's experts are different ones where there are enough."""
-    tokens, k, experts, dropped = ROUTINGS[name]
+    tokens, k, experts = SHAPES[name]
     rng = np.random.default_rng(seed)
     expert = np.stack([rng.permutation(max(experts, k))[:k] % experts for _ in range(tokens)])
     return np.where(rng.random(expert.shape) < dropped, NOWHERE, expert).astype(np.int32), experts
 
 
-def skewed(name):
-    """The routings of ROUTINGS, and the same with all choices at the first or the last expert."""
+def routings(name):
+    """Random ones, none of whose choices is dropped, some, all; and all that is left at the first or the last expert."""
+    for dropped in (0, 0.4, 1):
+        yield routing(name, dropped)
     expert, experts = routing(name)
-    yield expert, experts
     for one in {0, experts - 1}:
         yield np.where(expert >= 0, one, NOWHERE).astype(np.int32), experts
 
 
 def inverse(plan):
     """Both maps say the same."""
-    row, choice = np.asarray(plan.row), np.asarray(plan.choice)
-    assert row.dtype == choice.dtype == np.asarray(plan.sizes).dtype == np.int32
+    row, choice = plan.row, plan.choice
+    assert row.dtype == choice.dtype == plan.sizes.dtype == np.int32
     for flat, place in enumerate(row.reshape(-1)):
         assert place == NOWHERE or choice[place] == flat
     for place, flat in enumerate(choice):
         assert flat == NOWHERE or row.reshape(-1)[flat] == place
-    assert (row >= 0).sum() == (choice >= 0).sum() == np.asarray(plan.sizes).sum()
+    assert (row >= 0).sum() == (choice >= 0).sum() == plan.sizes.sum()
 
 
 def same(plan, row, choice, sizes):
@@ -68,40 +70,55 @@ def counts(expert, experts):
     return np.bincount(expert[expert >= 0], minlength=experts)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+JITTED = {function: jax.jit(function, static_argnums=static) for function, static in ((by_expert, 1), (in_cells, (1, 2, 3)), (packed, (1, 2, 3)),
+                                                                                      (regrouped, (2, 3, 4)), (dispatch.starts, 1))}
+
+
+def run(function, *arguments):
+    return jax.device_get(JITTED[function](*arguments))
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_sorting_by_expert(name):
-    for expert, experts in skewed(name):
+    for expert, experts in routings(name):
         flat = expert.reshape(-1)
-        found = by_expert(jnp.asarray(flat), experts)
+        found = run(by_expert, flat, experts)
         order = np.argsort(np.where(flat < 0, experts, flat), kind="stable")
         np.testing.assert_array_equal(found.order, order)
         np.testing.assert_array_equal(np.asarray(found.place)[order], np.arange(flat.size))
         np.testing.assert_array_equal(found.begin, np.concatenate([[0], np.cumsum(counts(expert, experts))]))
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_cells(name):
-    """One expert per cell, several, all in one; cells just large enough, and larger."""
-    for expert, experts in skewed(name):
-        for cells in (n for n in range(1, experts + 1) if experts % n == 0):
-            each = experts // cells
-            sizes = counts(expert, experts)
-            least = max(sizes.reshape(cells, each).sum(1).max(), 1)
-            for size in (least, least + 3):
-                before = np.concatenate([np.cumsum(part) - part for part in sizes.reshape(cells, each)])
-                starts = np.repeat(np.arange(cells) * size, each) + before
-                same(in_cells(jnp.asarray(expert), experts, cells, size), *brute(expert, experts, starts, cells * size))
+    """One expert per cell, several, all in one."""
+    for expert, experts in routings(name):
+        for cells in {1, experts, next((n for n in (2, 3, 4) if experts % n == 0), 1)}:
+            each, size, sizes = experts // cells, expert.size, counts(expert, experts)
+            before = np.concatenate([np.cumsum(part) - part for part in sizes.reshape(cells, each)])
+            starts = np.repeat(np.arange(cells) * size, each) + before
+            same(run(in_cells, expert, experts, cells, size), *brute(expert, experts, starts, cells * size))
 
 
-@pytest.mark.parametrize("block", [1, 4, 8])
-@pytest.mark.parametrize("name", ROUTINGS)
+def test_full_cells():
+    """Cells as small as the fullest needs; with one row less, its last row would be the next cell's first."""
+    expert, experts = routing("plain", 0.0)
+    sizes = counts(expert, experts)
+    size = int(sizes.max())
+    same(run(in_cells, expert, experts, experts, size), *brute(expert, experts, np.arange(experts) * size, experts * size))
+    with pytest.raises(AssertionError):
+        inverse(run(in_cells, expert, experts, experts, size - 1))
+
+
+@pytest.mark.parametrize("block", [1, BLOCK])
+@pytest.mark.parametrize("name", SHAPES)
 def test_packed(name, block):
-    for expert, experts in skewed(name):
+    for expert, experts in routings(name):
         rows, sizes = buffer_rows(expert.size, experts, block), counts(expert, experts)
         aligned = -(-sizes // block) * block
-        plan = packed(jnp.asarray(expert), experts, rows, block)
+        plan = run(packed, expert, experts, rows, block)
         same(plan, *brute(expert, experts, np.cumsum(aligned) - aligned, rows))
-        np.testing.assert_array_equal(dispatch.starts(plan.sizes, block), np.concatenate([[0], np.cumsum(aligned)]))
+        np.testing.assert_array_equal(run(dispatch.starts, plan.sizes, block), np.concatenate([[0], np.cumsum(aligned)]))
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -119,94 +136,109 @@ def test_regrouped(name, block):
         expert[begins[device]:begins[device] + each[device]] = np.repeat(np.arange(experts), came[device])
     rows = buffer_rows(int(came.sum()) + 2, experts, block)
     aligned = -(-came.sum(0) // block) * block
-    plan = regrouped(*(jnp.asarray(x, jnp.int32) for x in (came, begins)), devices * size, rows, block)
+    plan = run(regrouped, came.astype(np.int32), begins.astype(np.int32), devices * size, rows, block)
     same(plan, *brute(expert[:, None], experts, np.cumsum(aligned) - aligned, rows))
 
 
 # --- moves ---
 
-def problem(name, block=4, width=5):
-    """A plan with x, gates and what a cotangent of each result may be; drops, empty experts and empty rows in it."""
-    expert, experts = routing(name)
-    rng = np.random.default_rng(1)
-    rows = buffer_rows(expert.size, experts, block)
-    plan = packed(jnp.asarray(expert), experts, rows, block)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
-    return expert, plan, draw(len(expert), width), draw(*expert.shape), draw(rows, width), draw(len(expert), width), draw(rows, width)
+def problem(name, dropped=0.3):
+    """A plan, its routing, its rows' owners; draw(shape)."""
+    expert, experts = routing(name, dropped)
+    plan = run(packed, expert, experts, buffer_rows(expert.size, experts, BLOCK), BLOCK)
+    return plan, expert, np.random.default_rng(1).standard_normal
 
 
-def naive_spread(x, plan):
-    owner = jnp.where(plan.choice >= 0, plan.choice // plan.row.shape[1], 0)
-    return jnp.where((plan.choice >= 0)[:, None], x[owner], 0)
+def pulled(function, arguments, down):
+    """(value, gradients) for the cotangent `down`."""
+    def both(arguments, down):
+        out, back = jax.vjp(function, *arguments)
+        return out, back(down)
 
-
-def naive_combine(rows, gates, plan):
-    found = jnp.where((plan.row >= 0)[..., None], rows[jnp.maximum(plan.row, 0)], 0)
-    return (gates[..., None] * found).sum(1)
-
-
-def naive_move(x, to, back):
-    return jnp.where((to >= 0)[:, None], x[jnp.maximum(to, 0)], 0)
+    return jax.device_get(jax.jit(both)(arguments, down))
 
 
 def alike(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, wanted)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_spread(name):
-    _, plan, x, _, _, _, down = problem(name)
-    found, wanted = (jax.vjp(lambda x: function(x, plan), x) for function in (spread, naive_spread))
-    alike(found[0], wanted[0])
-    alike(found[1](down), wanted[1](down))
+def dense(plan, gates):
+    """[n, rows]: by how much each row counts for each token."""
+    matrix = np.zeros((len(plan.row), len(plan.choice)))
+    for token, k in np.argwhere(plan.row >= 0):
+        matrix[token, plan.row[token, k]] += gates[token, k]
+    return matrix
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_combine(name):
-    _, plan, _, gates, rows, down, _ = problem(name)
-    found, wanted = (jax.vjp(lambda rows, gates: function(rows, gates, plan), rows, gates) for function in (combine, naive_combine))
-    alike(found[0], wanted[0])
-    alike(found[1](down), wanted[1](down))
+MOVES = [(name, dropped) for name in SHAPES for dropped in (0.3, 1.0) if dropped < 1 or name == "plain"]
 
 
-@pytest.mark.parametrize("name", ["plain", "dropped", "none"])
-def test_move(name):
-    _, plan, _, _, rows, _, _ = problem(name)
-    choices = jnp.asarray(np.random.default_rng(2).standard_normal((plan.row.size, 5)))
+@pytest.mark.parametrize("name, dropped", MOVES)
+def test_spread(name, dropped):
+    plan, expert, draw = problem(name, dropped)
+    x, down = draw((len(expert), WIDTH)), draw((len(plan.choice), WIDTH))
+    matrix = dense(plan, np.ones(expert.shape))
+    alike(pulled(lambda x: spread(x, plan), (x,), down), (matrix.T @ x, (matrix @ down,)))
+
+
+@pytest.mark.parametrize("name, dropped", MOVES)
+def test_combine(name, dropped):
+    """"many choices" takes the loop for K > 8."""
+    plan, expert, draw = problem(name, dropped)
+    rows, gates, down = draw((len(plan.choice), WIDTH)), draw(expert.shape), draw((len(expert), WIDTH))
+    matrix = dense(plan, gates)
+    dgates = np.where(plan.row >= 0, np.einsum("nh,nkh->nk", down, rows[plan.row]), 0)
+    alike(pulled(lambda rows, gates: combine(rows, gates, plan), (rows, gates), down), (matrix @ rows, (matrix.T @ down, dgates)))
+
+
+@pytest.mark.parametrize("dropped", [0.3, 1.0])
+def test_move(dropped):
+    plan, expert, draw = problem("plain", dropped)
     flat = plan.row.reshape(-1)
+    choices, rows = draw((flat.size, WIDTH)), draw((len(plan.choice), WIDTH))
     for x, to, back, down in ((choices, plan.choice, flat, rows), (rows, flat, plan.choice, choices)):
-        found, wanted = (jax.vjp(lambda x: function(x, to, back), x) for function in (move, naive_move))
-        alike(found[0], wanted[0])
-        alike(found[1](down), wanted[1](down))
+        matrix = (to[:, None] == np.arange(len(x))) * 1.0
+        alike(pulled(lambda x: move(x, to, back), (x,), down), (matrix @ x, (matrix.T @ down,)))
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", ["plain", "many choices"])
 def test_there_and_back_is_the_reference(name):
     """Every token through its experts, which here multiply by a number of their own."""
-    expert, plan, x, gates, _, _, _ = problem(name)
-    owner = jnp.where(plan.choice >= 0, jnp.asarray(expert.reshape(-1))[plan.choice], 0)
-    out = combine(spread(x, plan) * (2 + owner)[:, None], gates, plan)
-    alike(out, reference(np.asarray(x), np.asarray(gates), expert, lambda expert, token: (2 + expert) * token))
+    plan, expert, draw = problem(name)
+    x, gates = draw((len(expert), WIDTH)), draw(expert.shape)
+    owner = np.where(plan.choice >= 0, expert.reshape(-1)[plan.choice], 0)
+    out = jax.jit(lambda x, gates: combine(spread(x, plan) * (2 + owner)[:, None], gates, plan))(x, gates)
+    alike(out, reference(x, gates, expert, lambda expert, token: (2 + expert) * token))
 
 
 def test_narrow_rows_are_summed_wide():
     """256 + 1 + … + 1 in bfloat16 stays 256; summed in float32 it is 264, forward and backward."""
     k = 9
-    plan = packed(jnp.arange(k, dtype=jnp.int32)[None], k, k, 1)
+    plan = run(packed, np.arange(k, dtype=np.int32)[None], k, k, 1)
     rows = jnp.asarray([[256.0]] + [[1.0]] * 8, jnp.bfloat16)
-    out = combine(rows, jnp.ones((1, k), jnp.float32), plan)
+    out = jax.jit(combine)(rows, jnp.ones((1, k), jnp.float32), plan)
     assert out.dtype == jnp.bfloat16 and float(out[0, 0]) == 264
-    _, back = jax.vjp(lambda x: spread(x, plan), jnp.zeros((1, 1), jnp.bfloat16))
-    assert float(back(rows)[0][0, 0]) == 264 and sum(rows[:, 0]) != 264
+    _, (dx,) = pulled(lambda x: spread(x, plan), (jnp.zeros((1, 1), jnp.bfloat16),), rows)
+    assert float(dx[0, 0]) == 264 and float(sum(rows[:, 0])) != 264
 
 
 # --- nothing is scattered ---
+
+def naive_spread(x, plan):
+    owner = np.where(plan.choice >= 0, plan.choice // plan.row.shape[1], 0)
+    return jnp.where((plan.choice >= 0)[:, None], x[owner], 0)
+
+
+def naive_combine(rows, gates, plan):
+    found = jnp.where((plan.row >= 0)[..., None], rows[np.maximum(plan.row, 0)], 0)
+    return (gates[..., None] * found).sum(1)
+
 
 def primitives(jaxpr):
     """Names of all primitives, of inner programs too."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from primitives(inner)
 
 
@@ -214,33 +246,38 @@ def scatters(function, *arguments):
     """Scatters in the gradient of `function`'s sum of squares, by its jaxpr and by its HLO."""
     gradient = jax.grad(lambda *arguments: (function(*arguments) ** 2).sum(), argnums=tuple(range(len(arguments))))
     names = [name for name in primitives(jax.make_jaxpr(gradient)(*arguments).jaxpr) if "scatter" in name]
-    text = jax.jit(gradient).lower(*arguments).as_text(dialect="hlo")
-    return names, text.count(" scatter(")
+    return names, jax.jit(gradient).lower(*arguments).as_text(dialect="hlo").count(" scatter(")
 
 
-@pytest.mark.parametrize("name", ["dropped", "many choices"])
+@pytest.mark.parametrize("name", ["plain", "many choices"])
 def test_no_scatter(name):
-    _, plan, x, gates, rows, _, _ = problem(name)
-    flat = plan.row.reshape(-1)
+    plan, expert, draw = problem(name)
+    x, gates, rows = draw((len(expert), WIDTH)), draw(expert.shape), draw((len(plan.choice), WIDTH))
     assert scatters(lambda x: spread(x, plan), x) == ([], 0)
     assert scatters(lambda rows, gates: combine(rows, gates, plan), rows, gates) == ([], 0)
-    assert scatters(lambda rows: move(rows, flat, plan.choice), rows) == ([], 0)
+    assert scatters(lambda rows: move(rows, plan.row.reshape(-1), plan.choice), rows) == ([], 0)
 
 
 def test_plans_scatter_nothing():
+    """The way of `jaxpara.transport` with a second sort, plans and all."""
+    expert, experts = routing("plain")
+
     def forward(x, gates):
-        plan = in_cells(jnp.asarray(routing("dropped")[0]), 6, 3, 39)
-        again = regrouped(plan.sizes.reshape(3, 2), jnp.arange(3, dtype=jnp.int32) * 39, 117, 120, 8)
+        plan = in_cells(jnp.asarray(expert), experts, 2, expert.size)
+        begins = jnp.arange(2, dtype=jnp.int32) * expert.size
+        again = regrouped(plan.sizes.reshape(2, 2), begins, 2 * expert.size, buffer_rows(2 * expert.size, 2, 8), 8)
         to, back = again.choice, again.row[:, 0]
         return combine(move(move(spread(x, plan), to, back), back, to), gates, plan)
 
-    _, _, x, gates, _, _, _ = problem("dropped")
-    assert scatters(forward, x, gates) == ([], 0)
+    rng = np.random.default_rng(0)
+    assert scatters(forward, rng.standard_normal((len(expert), WIDTH)), rng.standard_normal(expert.shape)) == ([], 0)
 
 
 def test_a_plain_gather_is_seen():
     """Planted fault: the naive moves give the same numbers, and their gradients scatter."""
-    _, plan, x, gates, rows, _, _ = problem("dropped")
+    plan, expert, draw = problem("plain")
+    x, gates, rows = draw((len(expert), WIDTH)), draw(expert.shape), draw((len(plan.choice), WIDTH))
+    alike((naive_spread(x, plan), naive_combine(rows, gates, plan)), (spread(x, plan), combine(rows, gates, plan)))
     for function, arguments in ((naive_spread, (x,)), (naive_combine, (rows, gates))):
         names, count = scatters(lambda *arguments: function(*arguments, plan), *arguments)
         assert names and count >= 1
@@ -248,6 +285,8 @@ def test_a_plain_gather_is_seen():
 
 def test_an_inverse_that_is_not_one_is_seen():
     """Planted fault: a map that sends two choices to one row."""
-    _, plan, *_ = problem("plain")
+    plan, *_ = problem("plain", 0.0)
+    row = plan.row.copy()
+    row[0, 0] = row[1, 0]
     with pytest.raises(AssertionError):
-        inverse(plan._replace(row=plan.row.at[0, 0].set(plan.row[1, 0])))
+        inverse(plan._replace(row=row))

@@ -1,5 +1,6 @@
 """Matmuls of rows with their own experts' weights: against every row alone, and what they cost."""
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,11 @@ import pytest
 from jax import lax
 
 from jaxpara.experts import LARGEST_BLOCK, SMALLEST_BLOCK, block_rows, buffer_rows
-from jaxpara.kernels.dispatch import starts
 from jaxpara.kernels.grouped import Groups, grouped, reference
 
-SIZES = {"uneven": (5, 0, 9, 2), "all to one": (0, 0, 16, 0), "none": (0, 0, 0), "one expert": (7,), "full blocks": (8, 16, 8), "last empty": (3, 4, 0)}
-A, B = 6, 10
+SIZES = {"uneven": (5, 0, 9, 2), "all to one": (0, 0, 16, 0), "none": (0, 0, 0, 0), "full blocks": (8, 16, 8, 8), "last empty": (3, 4, 1, 0),
+         "single rows": (1, 1, 1, 1)}
+E, ROWS, A, B = 4, 64, 6, 10
 
 
 @pytest.fixture(autouse=True)
@@ -21,90 +22,85 @@ def wide():
         yield
 
 
-def problem(sizes, block, spare=0, dtype="float64"):
-    """x [rows, A] with numbers in every row, rows of no expert too; weight [E, A, B]; a cotangent; each row's expert, -1: none."""
-    rng, experts = np.random.default_rng(3), len(sizes)
-    rows = buffer_rows(sum(sizes), experts, block) + spare * block
-    begins = np.asarray(starts(jnp.asarray(sizes, jnp.int32), block))
-    owner = np.full(rows, -1)
+def problem(sizes, block):
+    """x [ROWS, A], zeros in rows of no expert, as `spread` gives; weight [E, A, B]; a cotangent; each row's expert, -1: none."""
+    rng, begin, owner = np.random.default_rng(3), 0, np.full(ROWS, -1)
     for expert, size in enumerate(sizes):
-        owner[begins[expert]:begins[expert] + size] = expert
-    draw = lambda *shape: rng.standard_normal(shape).astype(dtype)
-    x = draw(rows, A)
-    x[owner < 0] = 0                    # rows between experts hold zeros: `spread` puts them there
-    return jnp.asarray(x), jnp.asarray(draw(experts, A, B)), jnp.asarray(draw(rows, B)), owner, Groups(jnp.asarray(sizes, jnp.int32), block)
+        owner[begin:begin + size] = expert
+        begin += -(-size // block) * block
+    x, down = rng.standard_normal((ROWS, A)), rng.standard_normal((ROWS, B))
+    x[owner < 0] = down[owner < 0] = 0
+    return x, rng.standard_normal((E, A, B)), down, owner, np.asarray(sizes, np.int32)
 
 
-def dense(x, weight, owner):
-    """Every row with its expert's matrix."""
-    return jnp.where((owner >= 0)[:, None], jnp.einsum("ra,rab->rb", x, weight[np.maximum(owner, 0)]), 0)
+@partial(jax.jit, static_argnums=4)
+def pulled(x, weight, down, sizes, block):
+    """(value, (gradient of x, of weight))."""
+    out, back = jax.vjp(lambda x, weight: grouped(x, weight, Groups(sizes, block)), x, weight)
+    return out, back(down)
 
 
-@pytest.mark.parametrize("spare", [0, 3])
-@pytest.mark.parametrize("block", [1, 2, 4, 8])
+def dense(x, weight, down, owner):
+    """The same with every row by itself, in numpy."""
+    out, dx, dweight = np.zeros((ROWS, B)), np.zeros((ROWS, A)), np.zeros((E, A, B))
+    for row in np.flatnonzero(owner >= 0):
+        out[row], dx[row] = x[row] @ weight[owner[row]], weight[owner[row]] @ down[row]
+        dweight[owner[row]] += np.outer(x[row], down[row])
+    return out, (dx, dweight)
+
+
+def alike(found, wanted, tolerance=1e-12):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, float), b, rtol=tolerance, atol=tolerance), found, wanted)
+
+
+@pytest.mark.parametrize("block", [1, 2, 8])
 @pytest.mark.parametrize("name", SIZES)
-def test_values_and_gradients(name, block, spare):
-    x, weight, down, owner, groups = problem(SIZES[name], block, spare)
-    down = jnp.where((owner >= 0)[:, None], down, 0)
-    found, back = jax.vjp(lambda x, weight: grouped(x, weight, groups), x, weight)
-    wanted, dense_back = jax.vjp(lambda x, weight: dense(x, weight, owner), x, weight)
-    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
-    for one, other in zip(back(down), dense_back(down)):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+def test_values_and_gradients(name, block):
+    x, weight, down, owner, sizes = problem(SIZES[name], block)
+    alike(pulled(x, weight, down, sizes, block), dense(x, weight, down, owner))
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_reference_of_unaligned_rows(name):
-    x, weight, _, owner, groups = problem(SIZES[name], 1)
-    np.testing.assert_allclose(reference(x, weight, groups.sizes), dense(x, weight, owner), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(grouped(x, weight, groups), reference(x, weight, groups.sizes), rtol=1e-12, atol=1e-12)
+    x, weight, down, owner, sizes = problem(SIZES[name], 1)
+    alike(reference(x, jnp.asarray(weight), jnp.asarray(sizes)), dense(x, weight, down, owner)[0])
 
 
 @pytest.mark.parametrize("block", [2, 8])
 def test_rows_of_no_expert(block):
     """Blocks behind the last expert's are not looked at, whatever stands in them: zeros come out, and no gradient goes in."""
-    x, weight, down, owner, groups = problem(SIZES["uneven"], block, spare=2)
-    used = int(starts(groups.sizes, block)[-1])
-    junk = x.at[used:].set(jnp.nan)
-    out, back = jax.vjp(lambda x, weight: grouped(x, weight, groups), junk, weight)
-    assert not np.asarray(out)[owner < 0].any() and used < len(x)
-    dx, dweight = back(down.at[used:].set(jnp.nan))
-    assert not np.asarray(dx)[used:].any() and np.isfinite(dweight).all()
+    x, weight, down, owner, sizes = problem(SIZES["uneven"], block)
+    used = sum(-(-size // block) * block for size in sizes)
+    x[used:] = down[used:] = np.nan
+    out, (dx, dweight) = jax.device_get(pulled(x, weight, down, sizes, block))
+    assert used < ROWS and not out[owner < 0].any() and not dx[owner < 0].any() and np.isfinite(dweight).all()
 
 
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("block", [1, 8])
 @pytest.mark.parametrize("name", SIZES)
 def test_empty_experts_get_no_gradient(name, block):
-    x, weight, down, owner, groups = problem(SIZES[name], block, spare=1)
-    down = jnp.where((owner >= 0)[:, None], down, 0)
-    dweight = np.asarray(jax.grad(lambda weight: (grouped(x, weight, groups) * down).sum())(weight))
-    for expert, size in enumerate(SIZES[name]):
-        assert bool(dweight[expert].any()) == bool(size)
+    x, weight, down, _, sizes = problem(SIZES[name], block)
+    dweight = jax.device_get(pulled(x, weight, down, sizes, block))[1][1]
+    assert [bool(part.any()) for part in dweight] == [bool(size) for size in sizes]
 
 
-@pytest.mark.parametrize("block", [4, 16])
-def test_bfloat16(block):
-    """Near the float64 numbers; the weights' gradient is summed wide: 600 rows of ones give 600, which bfloat16 sums would not."""
-    x, weight, down, owner, groups = problem(SIZES["uneven"], block)
-    down = jnp.where((owner >= 0)[:, None], down, 0)
-    narrow = lambda *arrays: [array.astype(jnp.bfloat16) for array in arrays]
-    found, back = jax.vjp(lambda x, weight: grouped(x, weight, groups), *narrow(x, weight))
-    wanted, dense_back = jax.vjp(lambda x, weight: dense(x, weight, owner), x, weight)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.astype(float), wanted, rtol=0.05, atol=0.05)
-    for one, other in zip(back(*narrow(down)), dense_back(down)):
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_allclose(one.astype(float), other, rtol=0.05, atol=0.08)
+def test_bfloat16():
+    """Near the float64 numbers; the weights' gradient is summed wide: 600 rows of ones give 600, which bfloat16 sums do not."""
+    narrow = lambda array: jnp.asarray(array, jnp.bfloat16)
+    x, weight, down, owner, sizes = problem(SIZES["uneven"], 8)
+    found = pulled(narrow(x), narrow(weight), narrow(down), sizes, 8)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+    alike(found, dense(x, weight, down, owner), 0.08)
     ones = lambda *shape: jnp.ones(shape, jnp.bfloat16)
-    groups, rows = Groups(jnp.asarray([600, 0], jnp.int32), 8), 608
-    dweight = jax.grad(lambda weight: grouped(ones(rows, 1), weight, groups).astype(jnp.float32).sum())(ones(2, 1, 1))
-    assert float(dweight[0, 0, 0]) == 600 and float(dweight[1, 0, 0]) == 0
+    dweight = pulled(ones(608, 1), ones(2, 1, 1), ones(608, 1), np.asarray([600, 8], np.int32), 8)[1][1]
+    assert dweight.reshape(-1).astype(float).tolist() == [600, 8]
 
 
 def test_a_wrong_block_size_is_seen():
     """Planted fault: sizes read with another alignment than the rows have."""
-    x, weight, _, owner, groups = problem(SIZES["uneven"], 4)
-    assert not np.allclose(grouped(x, weight, groups._replace(block=2)), dense(x, weight, owner))
+    x, weight, down, owner, sizes = problem(SIZES["uneven"], 8)
+    with pytest.raises(AssertionError):
+        alike(pulled(x, weight, down, sizes, 2), dense(x, weight, down, owner))
 
 
 # --- cost ---
@@ -130,14 +126,14 @@ def test_no_tensor_of_every_expert_by_every_row():
     assert largest(text) >= every
 
 
-def test_blocks_in_use_follow_the_tokens():
-    """The loop's length is the number of blocks that hold rows, not that of the buffer."""
+@pytest.mark.parametrize("block", [2, 8])
+def test_blocks_in_use_follow_the_tokens(block):
+    """The loop is as long as there are blocks that hold rows, not as the buffer."""
+    blocks = jax.jit(lambda sizes: Groups(sizes, block).blocks(ROWS))
     for sizes in SIZES.values():
-        for block in (2, 8):
-            owner, used = Groups(jnp.asarray(sizes, jnp.int32), block).blocks(80)
-            assert int(used) == sum(-(-size // block) for size in sizes) and len(owner) == 80 // block
-            wanted = [expert for expert, size in enumerate(sizes) for _ in range(-(-size // block))]
-            np.testing.assert_array_equal(np.asarray(owner)[:int(used)], wanted)
+        owner, used = jax.device_get(blocks(np.asarray(sizes, np.int32)))
+        wanted = [expert for expert, size in enumerate(sizes) for _ in range(-(-size // block))]
+        assert len(owner) == ROWS // block and owner[:used].tolist() == wanted
 
 
 def test_blocks_of_buffers():
@@ -160,9 +156,5 @@ def test_blocks_of_buffers():
 
 
 def test_a_tighter_buffer_would_overflow():
-    """One row per expert and the rest at one: all of the last block of the bound is needed."""
-    experts, block = 8, 16
-    sizes = np.ones(experts, int)
-    sizes[0] = 1 + 3 * block
-    needed = (-(-sizes // block) * block).sum()
-    assert needed == buffer_rows(sizes.sum(), experts, block) > buffer_rows(sizes.sum(), experts - 1, block)
+    """One row at each of eight experts takes a block each."""
+    assert buffer_rows(8, 8, 16) == 8 * 16 and buffer_rows(9, 8, 16) == 9 * 16 > buffer_rows(9, 7, 16)
