@@ -21,7 +21,7 @@ def run_of(**overrides):
                              **named})
 
 
-TRAPS = [(1.1, 3, 20, 6), (0.8, 3, 10, 2), (0.8, 3, 40, 16), (0.8, 6, 40, 64)]
+TRAPS = [(0.8, 3, 10, 4), (0.8, 3, 20, 6), (0.8, 3, 40, 16), (0.8, 6, 40, 64)]
 """c, K, G, E whose product is a whole number, and as floats a little more."""
 
 

@@ -3,8 +3,8 @@ import pytest
 
 import jaxpara
 from jaxpara import Model, Run
-from jaxpara.config import Mesh, resolve
-from jaxpara.params import count, padded_vocab, parameters, unstack
+from jaxpara.config import Mesh, MoE, resolve
+from jaxpara.params import count, count_active, kinds, padded_vocab, parameters, segments, unstack
 
 LLAMA2 = dict(style="llama", vocab=32000, tied=False)
 LLAMA3 = dict(style="llama", vocab=128256, kv_heads=8, tied=False)
@@ -47,12 +47,55 @@ def test_closed_forms_of_the_specification():
     assert count(gpt2) == 12 * layers * width**2 + 13 * layers * width + (vocab + positions) * width + 2 * width
 
 
+MIXTRAL = dict(style="llama", layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, tied=False)
+
+
+def test_mixtral_8x7b():
+    """Published: 46.7 B parameters, of which a token meets 12.9 B."""
+    model = model_of(**MIXTRAL, moe=MoE(experts=8, top_k=2))
+    assert (count(model), count_active(model)) == (46_702_792_704, 12_879_925_248)
+
+
+MIXED = dict(style="llama", layers=5, width=20, heads=4, kv_heads=2, head_dim=6, ffn=44, vocab=34)
+
+
+@pytest.mark.parametrize("style, matrices", [("llama", 3), ("gpt2", 2)])
+def test_experts(style, matrices):
+    """E experts of their own width without biases, a router, the noise's twin of it, shared experts as one wide MLP."""
+    sizes = {**MIXED, "style": style, "max_positions": 7}
+    attention = count(model_of(**sizes)) - 5 * (matrices * 20 * 44 + (44 + 20) * (style == "gpt2"))
+    model = model_of(**sizes, moe=MoE(experts=8, top_k=3, ffn=12))
+    assert count(model) == attention + 5 * (8 * matrices * 20 * 12 + 20 * 8)
+    assert count(model) - count_active(model) == 5 * (8 - 3) * matrices * 20 * 12
+    more = model_of(**sizes, moe=MoE(experts=8, top_k=3, ffn=12, noise=True, shared=2))
+    assert count(more) - count(model) == count_active(more) - count_active(model) == 5 * (20 * 8 + 2 * matrices * 20 * 12)
+    assert not any("bias" in entry.name for entry in parameters(more) if "moe" in entry.name)
+
+
+@pytest.mark.parametrize("every, first, wanted, parts", [
+    (1, 0, "mmmmm", [("m", 5)]), (2, 0, "dmdmd", [("dm", 2), ("d", 1)]), (1, 1, "dmmmm", [("d", 1), ("m", 4)]),
+    (2, 1, "ddmdm", [("d", 1), ("dm", 2)]), (3, 0, "ddmdd", [("ddm", 1), ("d", 2)]), (1, 3, "dddmm", [("d", 3), ("m", 2)])])
+def test_dense_layers_between(every, first, wanted, parts):
+    """`every` and `first_dense`: the kinds, the loops that run them, and the parameters that exist."""
+    model = model_of(**MIXED, moe=MoE(experts=8, top_k=3, ffn=12, every=every, first_dense=first))
+    word = {"m": "moe", "d": "dense"}
+    assert kinds(model) == tuple(word[letter] for letter in wanted)
+    assert segments(model, 5) == [(tuple(word[letter] for letter in period), times) for period, times in parts]
+    routed = wanted.count("m")
+    dense = model_of(**MIXED)
+    assert count(model) == count(dense) + routed * (8 * 3 * 20 * 12 + 20 * 8 - 3 * 20 * 44)
+    of = {entry.name: entry.of for entry in parameters(model)}
+    assert of["layers.moe.router"] == tuple(layer for layer in range(5) if wanted[layer] == "m")
+    assert of.get("layers.mlp.up", ()) == tuple(layer for layer in range(5) if wanted[layer] == "d") and of["layers.norm1.scale"] == tuple(range(5))
+
+
 def test_query_and_key_norms_are_one_scale_per_head_width():
     plain, normed = (model_of(layers=3, width=20, heads=8, head_dim=6, qk_norm=on) for on in (False, True))
     assert count(normed) - count(plain) == 3 * 2 * 6
 
 
-@pytest.mark.parametrize("sizes", [dict(style="llama", qk_norm=True), dict(style="gpt2"), dict(style="gpt2", tied=False)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(style="llama", qk_norm=True), dict(style="gpt2"), dict(style="gpt2", tied=False),
+                                   dict(style="llama", moe=MoE(experts=4, shared=1, noise=True))], ids=str)
 def test_every_entry_is_whole(sizes):
     table = parameters(model_of(**sizes))
     assert len({entry.name for entry in table}) == len(table)

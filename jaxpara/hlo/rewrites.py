@@ -142,11 +142,13 @@ def realigned(theirs, taken):
 
 
 def scalars(ours, theirs):
-    """Sums of one number, on either side."""
+    """Sums of few numbers, on either side. A compiled sum of one number may have the name of a gradient that it was combined with."""
     found = []
-    for pool in (ours, theirs):
+    few = lambda line: line.elements == 1 or line.elements <= SCALARS and line.phase in ("loss", "optimizer")
+    laid_end_to_end = lambda line: line.elements == 1 or line.elements <= SCALARS and line.phase not in ("reduce", "backward")
+    for pool, fits in ((ours, few), (theirs, laid_end_to_end)):
         for line in pool.lines():
-            if line.kind == "all-reduce" and line.elements <= (1 if pool is ours else SCALARS) and line.phase not in ("reduce", "backward"):
+            if line.kind == "all-reduce" and fits(line):
                 one = replace(line, calls=pool.left[line])
                 found.append(Pair(one, None, ("scalars",)) if pool is ours else Pair(None, one, ("scalars",)))
                 pool.left[line] = 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpara.collectives import match
+from jaxpara.collectives import match, recomputed
 from jaxpara.experts import capacity, choices
 from jaxpara.kernels.dispatch import NOWHERE
 from jaxpara.model.declare import declare
@@ -64,11 +64,11 @@ class Router(nnx.Module):
     def logits(self, x, layer, ctx):
         """[b, s, E] in float32 or wider, with this step's noise in training."""
         moe, wide = self.model.moe, jnp.promote_types(x.dtype, jnp.float32)
-        x = x.astype(wide)
+        factors = ()
         if moe.jitter and ctx.training:
             factor = lambda key: jax.random.uniform(key, x.shape[-1:], wide, 1 - moe.jitter, 1 + moe.jitter)
-            x *= ctx.draw(JITTER_SITE, layer, factor)
-        project = lambda weight: jnp.einsum("bsh,he->bse", x, weight[...], precision=lax.Precision.HIGHEST)
+            factors = (ctx.draw(JITTER_SITE, layer, factor),)
+        project = lambda weight: projected(x, weight[...], *factors)
         logits = project(self.weight)
         if moe.noise and ctx.training:
             normal = ctx.draw(NOISE_SITE, layer, lambda key: jax.random.normal(key, (moe.experts,), wide))
@@ -119,6 +119,15 @@ class Router(nnx.Module):
         tokens = train.batch * train.seq
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
         return aux * (moe.experts / moe.top_k / tokens), z / tokens
+
+
+@recomputed
+def projected(x, weight, *factors):
+    """[b, s, H], [H, E] -> [b, s, E] in float32 or wider, as the inputs and, with jitter, their factors are; of x no wider copy is kept."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for factor in factors:
+        wide *= factor
+    return jnp.einsum("bsh,he->bse", wide, weight, precision=lax.Precision.HIGHEST)
 
 
 def pick(scores, chosen):

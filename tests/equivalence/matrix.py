@@ -133,7 +133,7 @@ EXPERTS = ROUTED_SMALLEST + [
     "llama moe ep2 sp2 tp2 annotated cap1 grp16 aux shared", "gpt2 moe ep2 fsdp2 tp2 annotated m3 tokens megatron jitter",
     "llama moe ep2 sp2 tp2 unchecked gather aux m3 zsp1", "llama moe ep4 fsdp2 gather m3 cap1 grp8",
     # layers without experts among them; one expert per device; few and many choices
-    "llama moe ep2 dp2 L5 every2 first1 shared", "llama moe ep8 zep3 m3 aux", "gpt2 moe E4 ep4 dp2 K2 cap1 grp8", "llama moe K1 ep2 dp2 ownscores aux",
+    "llama moe ep2 dp2 L5 every2 first1 shared", "llama moe ep8 zep3 m3 aux", "gpt2 moe E4 ep4 dp2 K2 cap1 grp8", "llama moe K1 ep2 dp2 zdp3 ownscores aux",
     # other routings
     "llama moe ep2 dp2 sigmoid groups bias scaled m3", "gpt2 moe ep4 dp2 groups top1 ownscores cap1 bias aux",
     "gpt2 moe dp2 sp2 striped expertchoice cap1 grp8", "llama moe dp4 tp2 expertchoice cap1 m3", "gpt2 moe dp2 sp2 sinkhorn aux grp8",
