@@ -26,11 +26,12 @@ def traffic(run, platform="cpu"):
 
 
 def in_loops(line, run, platform):
-    """A line without what compilers merge: of layers that no loop runs over, XLA:CPU and XLA:GPU take the second gather of a weight for the first,
-    whatever barrier is between."""
-    if line.phase != "recompute" or not line.owner.startswith("layers.") or run.mesh.pp > 1 or platform == "tpu":
+    """A line without what compilers merge: of layers that no loop runs over, XLA:CPU and XLA:GPU take the second gather of a weight, or of a kept block
+    input, for the first, whatever barrier is between."""
+    kept = line.owner.startswith("layers.") or line.axes == ("tp",) and line.kind == "all-gather" and run.parallel.remat == "none"
+    if line.phase != "recompute" or not kept or run.mesh.pp > 1 or platform == "tpu":
         return line
-    kind = {"mlp": "dense", "moe": "moe"}.get(line.owner.split(".")[1])
+    kind = {"mlp": "dense", "moe": "moe"}.get(line.owner.removeprefix("layers.").split(".")[0])
     count = lambda repeats: sum(times * (pattern.count(kind) if kind else len(pattern)) for pattern, times in segments(run.model, run.model.layers)
                                 if times >= repeats)
     return replace(line, calls=line.calls // count(1) * count(2))

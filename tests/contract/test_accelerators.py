@@ -65,6 +65,35 @@ def test_llama3_70b_on_128_gpus(capsys):
     large("llama3_70b", "gpu:h100:16x8", capsys)
 
 
+ROUTED = {"model.moe.experts": 8, "model.moe.ffn": 256, "model.moe.top_k": 2, "model.moe.aux_weight": 0.01}
+ROUTED_MESHES = {"ep4 fsdp2 ragged remat": {"mesh.ep": 4, "mesh.fsdp": 2, "parallel.moe_transport": "ragged", "parallel.remat": "full"},
+                 "ep4 tp2 capacity": {"mesh.ep": 4, "mesh.tp": 2, "model.moe.capacity": 1.25, "model.moe.group": 128},
+                 "ep2 fsdp2 tp2 gather megatron": {"mesh.ep": 2, "mesh.fsdp": 2, "mesh.tp": 2, "parallel.tp_sequence": True,
+                                                   "parallel.moe_transport": "gather"},
+                 "pp2 ep4 1f1b ragged": {"mesh.pp": 2, "mesh.ep": 4, "parallel.schedule": "1f1b", "train.microbatches": 2,
+                                         "parallel.moe_transport": "ragged"}}
+
+
+@needs_tpu
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * (i > 0)) for i, mesh in enumerate(ROUTED_MESHES)])
+def test_experts_on_eight_chips(mesh, capsys):
+    """Ragged sends too: counted are the rows that are due, of the buffers around them the smaller one's."""
+    agrees(jaxpara.build(make_run({**LARGE, **ROUTED, **ROUTED_MESHES[mesh]}, "float32"), "tpu:v5p:2x2x2").inspect(), capsys)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mesh", ROUTED_MESHES)
+def test_experts_on_eight_gpus(mesh, capsys):
+    agrees(jaxpara.build(make_run({**LARGE, **ROUTED, **ROUTED_MESHES[mesh]}, "float32"), "gpu:h100:1x8").inspect(), capsys)
+
+
+@needs_tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_moe_30b"])
+def test_experts_on_64_chips(name, capsys):
+    large(name, "tpu:v5p:4x4x4", capsys)
+
+
 @needs_tpu
 @pytest.mark.slow
 def test_a_scatter_in_two_steps_stays_a_scatter():

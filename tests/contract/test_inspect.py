@@ -49,13 +49,14 @@ def test_what_compilers_merge_is_predicted(case):
     exact(inspected(settings(case)[0]))
 
 
-TINY = sorted(name for name in jaxpara.recipes() if name.startswith("gpt_"))
+TINY = sorted(name for name in jaxpara.recipes() if name.startswith("gpt_") or name.endswith("_tiny"))
 
 
 @pytest.mark.parametrize("name", [*TINY, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(jaxpara.recipes()) - set(TINY)))])
 def test_recipes(name):
     run = jaxpara.load(name)
-    run = configure(run, {f"mesh.{run.mesh.auto}": 16 // run.mesh.tp if "llama" in name else 8}) if run.mesh.auto else run
+    run = configure(run, {f"mesh.{run.mesh.auto}": 16 // run.mesh.tp // run.mesh.ep if "gpt2" not in name else 8}) if run.mesh.auto else run
+    run = configure(run, {"parallel.moe_transport": "all_to_all"}) if run.parallel.moe_transport == "ragged" else run
     report = jaxpara.build(run, f"cpu:{run.mesh.size}").inspect()
     assert report.kept and not report.missing and report.unexplained_bytes == 0
     assert set(report.contract.rewrites) <= {"widened"}
