@@ -24,7 +24,10 @@ KNOWN = {
 
 PADDING = 1.15
 SCALARS = 64
-"""Elements up to which an all-reduce is one of single numbers laid end to end."""
+"""Elements up to which an all-reduce is one of single numbers laid end to end, or as many as the predicted ones have together."""
+
+FEW = 1024
+"""Elements up to which what is told once a step (losses of every layer's router) may be laid beside single numbers."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ def realigned(theirs, taken):
 def scalars(ours, theirs):
     """Sums of few numbers, on either side. A compiled sum of one number may have the name of a gradient that it was combined with."""
     found = []
-    few = lambda line: line.elements == 1 or line.elements <= SCALARS and line.phase in ("loss", "optimizer")
-    laid_end_to_end = lambda line: line.elements == 1 or line.elements <= SCALARS and line.phase not in ("reduce", "backward")
+    few = lambda line: line.elements == 1 or line.elements <= FEW and line.phase in ("loss", "optimizer")
+    room = max(SCALARS, sum(line.elements * calls for line, calls in ours.left.items() if line.kind == "all-reduce" and few(line)))
+    laid_end_to_end = lambda line: line.elements == 1 or line.elements <= room and line.phase not in ("reduce", "backward")
     for pool, fits in ((ours, few), (theirs, laid_end_to_end)):
         for line in pool.lines():
             if line.kind == "all-reduce" and fits(line):
