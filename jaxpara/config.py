@@ -27,8 +27,8 @@ class MoE:
     every: int = 1                              # every k-th layer has experts, the last of each k
     first_dense: int = 0                        # so many layers at the start have none
     shared: int = 0                             # experts that every token passes as well, as one MLP of `shared` times the width
-    routing: Literal["token_choice", "expert_choice", "sinkhorn"] = "token_choice"
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    routing: Literal["token_choice", "expert_choice", "sinkhorn"] = "token_choice"     # who chooses whom; the last two with ep = 1
+    score: Literal["softmax", "sigmoid"] = "softmax"    # of the router's logits
     renormalise: bool = True                    # the chosen experts' weights add up to 1
     scale: float = 1.0                          # of the routed experts' sum
     expert_groups: int = 1                      # group-limited routing: experts in so many groups,
@@ -79,7 +79,7 @@ class Mesh:
     pp: int | Literal["auto"] = 1               # pipeline stages
     dp: int | Literal["auto"] = 1               # batch, meant for the slow network
     fsdp: int | Literal["auto"] = 1             # batch, meant for sharded parameters
-    ep: int | Literal["auto"] = 1               # experts
+    ep: int | Literal["auto"] = 1               # experts; of all else the batch
     sp: int | Literal["auto"] = 1               # sequence, through attention
     tp: int | Literal["auto"] = 1               # width of the matrices
 

@@ -63,6 +63,11 @@ def layers_of(model, kind):
     return tuple(layer for layer, found in enumerate(kinds(model)) if found == kind)
 
 
+def period(model):
+    """Layers after which the kinds repeat."""
+    return model.moe.every if model.moe.experts else 1
+
+
 def segments(model, count):
     """[(kinds of the layers of one period, periods)] of the model's first `count` layers: what the program runs in one loop each."""
     found, moe = kinds(model)[:count], model.moe

@@ -46,8 +46,8 @@ def build(run, target=None):
     run = checks.checked(run)       # again, now that an "auto" axis is filled
     platform = mesh.devices.flat[0].platform
     if platform == "cpu" and run.mesh.ep > 1 and run.parallel.moe_transport == "ragged":
-        raise ConfigError("parallel.moe_transport = ragged on cpu: XLA:CPU has no ragged all-to-all. Legal on cpu: all_to_all, gather, which train the same "
-                          "model; ragged with devices or a --target of tpu or gpu.")
+        raise ConfigError("parallel.moe_transport = ragged on cpu: XLA:CPU has no ragged all-to-all. Legal on cpu: all_to_all, gather, which train "
+                          "the same model; ragged with devices or a --target of tpu or gpu.")
     check_random()
     if run.precision.wide:
         jax.config.update("jax_enable_x64", True)

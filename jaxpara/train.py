@@ -76,9 +76,18 @@ def completed(program, loader, state, steps, interrupt):
 
 def finished(program, loader, state, step, metrics):
     """(step, metrics), read from the devices; TrainingStopped if the step stopped the run. state: any later one, since none updated it."""
-    if metrics["stopped"] >= 0:
+    read = Read(metrics.items(), metrics.load)
+    if read["stopped"] >= 0:
         raise diagnose(program, loader, state, step)
-    return step, metrics
+    return step, read
+
+
+class Read(dict):
+    """A step's metrics, read. load: of `step.Metrics`."""
+
+    def __init__(self, items, load):
+        super().__init__(items)
+        self.load = load
 
 
 def row_of(step, metrics, clock):

@@ -17,8 +17,8 @@ def run_of(**overrides):
     """cap, grp, E, K: of model.moe; anything else with two underscores for a dot."""
     short = {"cap": "model.moe.capacity", "grp": "model.moe.group", "E": "model.moe.experts", "K": "model.moe.top_k"}
     named = {short.get(name, name.replace("__", ".")): value for name, value in overrides.items()}
-    return configure(Run(), {"model.moe.experts": 8, "model.moe.top_k": 2, "model.heads": 8, "model.width": 64, "train.seq": SEQ, "train.batch": BATCH,
-                             **named})
+    return configure(Run(), {"model.moe.experts": 8, "model.moe.top_k": 2, "model.heads": 8, "model.width": 64,
+                             "train.seq": SEQ, "train.batch": BATCH, **named})
 
 
 TRAPS = [(0.8, 3, 10, 4), (0.8, 3, 20, 6), (0.8, 3, 40, 16), (0.8, 6, 40, 64)]
@@ -119,9 +119,11 @@ def test_tp_splits_tokens_only_where_asked():
 
 # --- the bound is right, and tight: F9 of the cases, whatever the routing and however the tokens are cut ---
 
-BOUNDS = [dict(), dict(mesh__ep=2), dict(mesh__ep=4, K=3), dict(mesh__ep=2, E=4, K=3), dict(mesh__ep=2, cap=1.0, grp=8), dict(mesh__ep=4, cap=2.0, grp=8, K=3),
-          dict(mesh__ep=2, mesh__sp=2, cap=1.0, grp=8, parallel__sp_order="striped"), dict(mesh__ep=2, mesh__sp=2, cap=1.5, grp=16, parallel__sp_order="zigzag"),
-          dict(mesh__ep=2, mesh__sp=4, cap=0.5, parallel__sp_order="zigzag"), dict(cap=1.0, grp=8), dict(mesh__ep=8, mesh__tp=2, cap=4.0, grp=8, parallel__moe_tp="tokens")]
+BOUNDS = [
+    dict(), dict(mesh__ep=2), dict(mesh__ep=4, K=3), dict(mesh__ep=2, E=4, K=3), dict(cap=1.0, grp=8), dict(mesh__ep=2, cap=1.0, grp=8),
+    dict(mesh__ep=4, cap=2.0, grp=8, K=3), dict(mesh__ep=2, mesh__sp=2, cap=1.0, grp=8, parallel__sp_order="striped"),
+    dict(mesh__ep=2, mesh__sp=2, cap=1.5, grp=16, parallel__sp_order="zigzag"), dict(mesh__ep=2, mesh__sp=4, cap=0.5, parallel__sp_order="zigzag"),
+    dict(mesh__ep=8, mesh__tp=2, cap=4.0, grp=8, parallel__moe_tp="tokens")]
 
 
 def routings(rows, owner, run, rng):

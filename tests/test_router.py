@@ -14,7 +14,6 @@ from jaxpara.config import MoE, Precision
 from jaxpara.experts import capacity
 from jaxpara.model.router import Load, Router, limited, pick, sinkhorn, with_loss, within_capacity
 from jaxpara.params import parameters
-from jaxpara.step import moment
 
 ROWS, SEQ, WIDTH, E, K = 3, 16, 6, 8, 3
 
@@ -363,8 +362,7 @@ def test_close_logits_choose_alike_in_bfloat16():
 
 def test_a_bfloat16_program_keeps_its_router_wide():
     run = make_run({"model.moe.experts": E, "model.moe.top_k": K, "model.moe.ffn": 28, "model.layers": 1, "precision.compute": "bfloat16",
-                    "precision.params": "bfloat16"}, "float32")
-    run = run.change(precision=dict(compute="bfloat16", params="bfloat16"))
+                    "precision.params": "bfloat16"})
     state = jaxpara.build(run).abstract()[0]
     assert {name: str(leaf.dtype) for name, leaf in state.params.items() if "moe" in name} == {
         "layers.moe.router": "float32", "layers.moe.up": "bfloat16", "layers.moe.gate": "bfloat16", "layers.moe.down": "bfloat16"}

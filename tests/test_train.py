@@ -96,6 +96,8 @@ class Scripted:
         return state, self.Metrics(self.log, batch)
 
     class Metrics(dict):
+        load = None
+
         def __init__(self, log, batch):
             self.log, self.number = log, batch
 

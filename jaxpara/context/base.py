@@ -157,7 +157,7 @@ class Ctx:
             policy = policies.save_only_these_names({"attention": "attention", "matmuls": "matmul"}[self.run.parallel.remat_save])
         else:
             policy = policies.nothing_saveable if kind == "full" else save_all_but_gathers
-        return jax.checkpoint(layer, policy=policy, prevent_cse=alone and self.run.mesh.pp == 1) if kind != "none" or self.gathers() else layer
+        return jax.checkpoint(layer, policy=policy, prevent_cse=alone) if kind != "none" or self.gathers() else layer
 
     def gathers(self):
         """Whether a layer gathers anything that must not be kept for the backward pass."""

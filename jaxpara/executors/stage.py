@@ -15,6 +15,7 @@ from jaxpara.collectives import exchange, gather, scatter_in_steps, vary, varyin
 from jaxpara.context import Stored
 from jaxpara.gradients import reduce_micro, rows_of
 from jaxpara.model.declare import fill
+from jaxpara.params import period
 
 
 class Stage:
@@ -25,7 +26,7 @@ class Stage:
         self.run, self.placements, self.model, self.ctx, self.table = run, placements, model, ctx, table
         stack = next(p.stack for p in placements.values() if p.parameter.stacked)
         self.length, self.padded = stack.length, stack.padded
-        ctx.keep = again and stack.length == 1
+        ctx.keep = again and stack.length == period(run.model)
         self.numbers = np.asarray(stack.rows, np.int32).reshape(run.mesh.pp, stack.chunks, stack.length)
         self.last = table.placement[-1]
         self.layers = tuple(name for name, p in placements.items() if p.parameter.stacked)

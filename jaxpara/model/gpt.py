@@ -92,7 +92,7 @@ class GPT(nnx.Module):
                 one = lambda part, row: layers[part] if len(pattern) == 1 or part != "block" and pattern.count(kind) == 1 else (
                     jax.tree.map(lambda leaf: leaf[row], layers[part]))
                 stored, number = {part: one(part, row) for part, row in at.items()}, layers["number"] if len(pattern) == 1 else layers["number"][i]
-                out, load = ctx.remat(partial(one_layer, kind), alone)(x, stored, number, shared)
+                out, load = ctx.remat(partial(one_layer, kind), alone or len(pattern) > 1)(x, stored, number, shared)
                 x = jnp.where(number >= 0, out, x) if padded else out
                 loads += [(number, load)] * (load is not None)
             return x, loads

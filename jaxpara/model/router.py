@@ -96,7 +96,7 @@ class Router(nnx.Module):
             chosen = ctx.whole(chosen, "ids")
             gates = ctx.whole(gates, "scores") if moe.drop_order == "probability" else gates
         within = lambda x: x.reshape(x.shape[0], -1, moe.group * choices(moe))
-        priority = within(gates) if moe.drop_order == "probability" else None
+        priority = within(rounded(gates)) if moe.drop_order == "probability" else None
         kept = within_capacity(within(chosen), priority, moe.experts, most).reshape(chosen.shape)
         return ctx.own(kept) if spans else kept
 
@@ -167,6 +167,13 @@ def within_capacity(expert, priority, experts, most):
     rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
     begin = (expert[..., None] < jnp.arange(experts)).sum(-2, dtype=jnp.int32)
     return rank - jnp.take_along_axis(begin, expert, -1) < most
+
+
+def rounded(scores):
+    """`scores` to half their bits: tokens that see the same (a document that begins like another) score the same but for rounding, which is not the
+    same on every mesh. Now they are equal, and their places in the row decide."""
+    kind = jnp.finfo(scores.dtype)
+    return lax.reduce_precision(scores, kind.nexp, kind.nmant // 2)
 
 
 @jax.custom_vjp

@@ -11,7 +11,7 @@ from itertools import permutations
 from math import prod
 
 from jaxpara.config import BYTES
-from jaxpara.params import kinds, layers_of
+from jaxpara.params import kinds, layers_of, period, segments
 from jaxpara.pipeline.placing import divergent, only, schedule, stack
 from jaxpara.plan.passes import passes
 from jaxpara.plan.routed import Routed
@@ -186,7 +186,9 @@ def saved(run, platform="cpu"):
         one = {"none": lambda: residuals(run, platform, kind),
                "full": lambda: {"layer inputs": inputs},
                "selective": lambda: {"layer inputs": inputs, **selected(run, platform, kind)}}[parallel.remat]
-        kept.update({name: layers * held for name, held in ({"layer inputs": size.border} if passes(run).merged else one()).items()})
+        if passes(run).merged:      # one layer's are its working set
+            one = (lambda: {"layer inputs": size.border}) if passes(run).length == 1 else lambda: residuals(run, platform, kind)
+        kept.update({name: layers * held for name, held in one().items()})
     return {**kept, **in_every_tick(run, size)} if stacked_ticks(run) > 1 and not passes(run).merged else dict(kept)
 
 
@@ -238,14 +240,21 @@ def working_set(run, platform):
         sums = 2 * size.query if recomputed else 0
         return feed(run, size, 4 if recomputed else 3, recomputed) + sums + inside + 2 * size.inside + 2 * size.border + heads
     several = (8 if run.model.style == "llama" else 6) if recomputed else 4
-    return (feed(run, size, several, recomputed) + scores + inside + 4 * size.border + heads) * (3 if narrow else 4) // 4
+    beside = scores + inside + 4 * size.border + heads
+    if period(run.model) > 1:       # XLA:CPU runs all layers of a period again before it goes backward through them
+        pattern = max((pattern for pattern, _ in segments(run.model, passes(run).length)), key=len)
+        return sum(beside + feeds(size, several, recomputed)[kind]() for kind in pattern)
+    return (feed(run, size, several, recomputed) + beside) * (3 if narrow else 4) // 4
 
 
 def feed(run, size, several, recomputed):
-    """Bytes of the feed-forward block in its backward pass: `several` of the tensors of its inner width, or what experts need, whichever kind of
-    layer needs more."""
-    found = kinds(run.model)
-    return max(several * size.inner if "dense" in found else 0, size.experts.working(several, recomputed) if "moe" in found else 0)
+    """Bytes of the feed-forward block in its backward pass, of the kind of layer that needs more."""
+    return max(feeds(size, several, recomputed)[kind]() for kind in kinds(run.model))
+
+
+def feeds(size, several, recomputed):
+    """{kind: function that gives these bytes}: `several` of the tensors of its inner width, or what experts need."""
+    return {"dense": lambda: several * size.inner, "moe": lambda: size.experts.working(several, recomputed)}
 
 
 def weights(run, platform):

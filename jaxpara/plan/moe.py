@@ -91,7 +91,9 @@ def gathers(run, sizes):
     yield from both(run, over("routing: ids", "all-gather", tokens * sizes.choices, "int32"))
     yield from both(run, over("routing: weights", "all-gather", tokens * sizes.choices, wide(run)))
     yield over("routing: weights, gradients", "reduce-scatter", tokens * sizes.choices, wide(run))("backward", count.backward)
-    yield over("tokens back", "reduce-scatter", tokens * run.model.width, dtype)("forward", count.forward)
+    back = over("tokens back", "reduce-scatter", tokens * run.model.width, dtype)
+    yield back("forward", count.forward)
+    yield back("recompute", 0 if count.merged else count.again)
     yield over("tokens back, gradients", "all-gather", tokens * run.model.width, dtype)("backward", count.backward)
 
 

@@ -2,7 +2,7 @@
 from dataclasses import dataclass, replace
 
 from jaxpara.pipeline.lockstep import tables
-from jaxpara.params import layers_of
+from jaxpara.params import layers_of, period
 from jaxpara.pipeline.placing import divergent, only, schedule, stack, ticks
 
 
@@ -11,7 +11,7 @@ class Passes:
     """forward: layers run in a step, the bubbles' of a circular pipeline included. again: of them run again, whole, in the backward pass,
     before it recomputes what the policy says layer by layer. backward: layers run backward. chunks: runs of layers backward.
     begins: calls of the embedding, of `batches` micro-batches each; losses: calls of the loss, of `tokens` tokens at a border each.
-    length: layers per run; held: layers on this device, padding included.
+    length: layers per run; held: layers on this device, padding included; period: layers that one pass of the loop over layers runs.
     """
     forward: int
     again: int
@@ -23,11 +23,12 @@ class Passes:
     tokens: int
     length: int
     held: int
+    period: int
 
     @property
     def merged(self):
-        """Whether what the recompute policy would compute again of a layer is what was just run again: runs of one layer have no other policy."""
-        return bool(self.again) and self.length == 1
+        """Whether what the recompute policy would compute again of a layer is what was just run again: runs of one period have no other policy."""
+        return bool(self.again) and self.length == self.period
 
 
 def tokens_per_device(run):
@@ -51,19 +52,20 @@ def passes_of(run, kind):
 
 def passes(run):
     """The `Passes` of a run."""
-    m, p, tokens = run.train.microbatches, run.mesh.pp, border_tokens(run)
+    m, p, tokens, each = run.train.microbatches, run.mesh.pp, border_tokens(run), period(run.model)
     if p == 1:
         layers = run.model.layers
-        return Passes(m * layers, 0, m * layers, m, m, 1, m, tokens, layers, layers)
+        return Passes(m * layers, 0, m * layers, m, m, 1, m, tokens, layers, layers, each)
     held = stack(run)
     part = lambda tokens: -(-tokens // p)
     if divergent(run):
         runs = m * held.chunks
         layers = runs * held.length
-        return Passes(layers, layers, layers, runs, m, 1, m, part(tokens), held.length, held.chunks * held.length)
+        return Passes(layers, layers, layers, runs, m, 1, m, part(tokens), held.length, held.chunks * held.length, each)
     count = ticks(run)
     layers = count * held.length
-    return Passes(layers, layers if run.parallel.remat_tick else 0, layers, count, 1, m, 1, part(m * tokens), held.length, held.chunks * held.length)
+    return Passes(layers, layers if run.parallel.remat_tick else 0, layers, count, 1, m, 1, part(m * tokens), held.length,
+                  held.chunks * held.length, each)
 
 
 @dataclass(frozen=True)

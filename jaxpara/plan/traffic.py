@@ -26,10 +26,10 @@ def traffic(run, platform="cpu"):
 
 
 def in_loops(line, run, platform):
-    """A line without what compilers merge: of layers that no loop runs over, XLA:CPU and XLA:GPU take the second gather of a weight, or of a kept block
-    input, for the first, whatever barrier is between."""
+    """A line without what compilers merge: of layers that no loop runs over, XLA:CPU and XLA:GPU take the second gather of a weight, or of a kept
+    block input, for the first, whatever barrier is between."""
     kept = line.owner.startswith("layers.") or line.axes == ("tp",) and line.kind == "all-gather" and run.parallel.remat == "none"
-    if line.phase != "recompute" or not kept or run.mesh.pp > 1 or platform == "tpu":
+    if not line.calls or line.phase != "recompute" or not kept or run.mesh.pp > 1 or platform == "tpu":
         return line
     kind = {"mlp": "dense", "moe": "moe"}.get(line.owner.removeprefix("layers.").split(".")[0])
     count = lambda repeats: sum(times * (pattern.count(kind) if kind else len(pattern)) for pattern, times in segments(run.model, run.model.layers)
@@ -84,7 +84,8 @@ def tensor(run):
             yield line("block inputs, backward again", "all-gather", "recompute", block, 0 if count.merged else own.backward)
             yield line("block output gradients", "all-gather", "backward", block, own.backward)
         yield line("block outputs, forward", summed, "forward", block, own.forward)
-        dead = block != "attention" and count.merged    # the output of a run of one layer serves nobody a second time
+        # the output of a run of one period serves nobody a second time
+        dead = count.merged and block == ("moe" if run.model.moe.experts else "mlp")
         yield line("block outputs, forward again", summed, "recompute", block, 0 if dead else own.again)
         yield line("block input gradients", summed, "backward", block, own.backward)
     if repeated:

@@ -23,8 +23,8 @@ class LoadMap:
         self.steps += 1
 
     def write(self, directory):
-        """expert_load.npz: "load" int [columns, n, E], "layers" int [n], "steps_per_column" (the last column may have fewer); and expert_load.png where
-        matplotlib is installed. Returns the paths written."""
+        """expert_load.npz: "load" int [columns, n, E], "layers" int [n], "steps_per_column" (the last column may have fewer); and expert_load.png
+        where matplotlib is installed. Returns the paths written."""
         if not self.columns:
             return []
         numbers = directory / "expert_load.npz"
@@ -37,7 +37,8 @@ class LoadMap:
 
 
 def draw(load, layers, each, steps):
-    """A matplotlib figure of int [columns, n, E], or None without matplotlib: a strip per layer with a row per expert; colour is the load over the mean."""
+    """A matplotlib figure of int [columns, n, E], or None without matplotlib: a strip per layer with a row per expert; colour is the load
+    over the mean."""
     try:
         from matplotlib.colors import TwoSlopeNorm
         from matplotlib.figure import Figure

@@ -29,7 +29,8 @@ class Steps:
 
 
 def step_line(row, steps, eta):
-    """At most 80 columns for ordinary numbers. Of a model with experts the load of the busiest, over the mean, stands in place of the learning rate."""
+    """At most 80 columns for ordinary numbers. Of a model with experts the load of the busiest, over the mean, stands in place of the
+    learning rate."""
     third = f"load {row['moe/load_max']:.2f}" if "moe/load_max" in row else f"lr {row['lr']:.2e}"
     head = f"{row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  grad {significant(row['grad_norm'])}  {third}"
     if row.get("compiled"):

@@ -13,13 +13,15 @@ from jaxpara import context
 from jaxpara.experts import layout
 from jaxpara.plan.traffic import traffic
 
-SHORT = {"cap": "model.moe.capacity", "grp": "model.moe.group", "aux": "model.moe.aux_weight", "scope": "model.moe.aux_scope", "z": "model.moe.z_weight",
-         "drop": "model.moe.drop_order", "tr": "parallel.moe_transport", "mtp": "parallel.moe_tp", "E": "model.moe.experts", "K": "model.moe.top_k"}
+SHORT = {"cap": "model.moe.capacity", "grp": "model.moe.group", "aux": "model.moe.aux_weight", "scope": "model.moe.aux_scope",
+         "z": "model.moe.z_weight", "drop": "model.moe.drop_order", "tr": "parallel.moe_transport", "mtp": "parallel.moe_tp",
+         "E": "model.moe.experts", "K": "model.moe.top_k"}
 
 ALWAYS = ["llama ep4 dp2", "llama ep2 tp2 cap=1.0 grp=8", "llama ep4 dp2 tr=gather aux=0.1"]
 OTHERS = [
     # one expert per device; token groups and rows over several devices
-    "llama ep4 dp2 E=4", "llama ep4 sp2 striped cap=1.0 grp=8", "gpt2 ep2 sp4 zigzag cap=1.5 drop=position aux=0.1", "llama sp2 dp2 routing=sinkhorn grp=8",
+    "llama ep4 dp2 E=4", "llama ep4 sp2 striped cap=1.0 grp=8",
+    "gpt2 ep2 sp4 zigzag cap=1.5 drop=position aux=0.1", "llama sp2 dp2 routing=sinkhorn grp=8",
     # tp splits widths, or tokens
     "gpt2 ep2 tp4 megatron shared=1 z=0.01", "llama ep2 sp2 tp2 mtp=tokens cap=1.25 aux=0.1", "llama ep2 tp2 dp2 mtp=tokens megatron m3 K=2",
     "llama tp2 dp2 routing=expert_choice cap=1.0 grp=8 shared=1",
@@ -29,7 +31,9 @@ OTHERS = [
     "llama pp2 ep2 m3 circular aux=0.1 remat", "llama pp2 ep2 m2 1f1b cap=1.0", "gpt2 pp2 ep2 m3 zb_h1 aux=0.1 tr=gather",
     # dense layers between, scopes of the balance loss
     "llama ep2 dp2 L5 every=2 first_dense=1 m3", "llama ep2 sp2 m3 aux=0.1 scope=microbatch", "llama ep2 tp2 sp2 aux=0.1 scope=global z=0.01",
+    # a pipeline's chunks of exactly one period of dense layers and one with experts
     "llama pp2 ep2 m2 1f1b L4 every=2 tr=gather",
+    "llama pp2 ep2 tp2 m2 1f1b L4 every=2 cap=1.0", "llama pp2 ep2 m2 circular L4 every=2 cap=1.0 remat",
 ]
 PARTS = 4
 ROTATION = int(os.environ.get("ROTATION", 0)) % PARTS
@@ -74,7 +78,8 @@ def dims(run):
     return run.model.layers * m, B * S // m // mesh.batch // mesh.sp, run.model.width, mesh.ep
 
 
-@pytest.mark.parametrize("case", ["llama ep2 cap=1.0 grp=8", "llama ep4 dp2 cap=1.0 grp=8 m3", "gpt2 ep8 cap=1.25", "llama ep4 cap=1.0 sp2 grp=8", "llama ep2 tp2 cap=2.0"])
+@pytest.mark.parametrize("case", ["llama ep2 cap=1.0 grp=8", "llama ep4 dp2 cap=1.0 grp=8 m3", "gpt2 ep8 cap=1.25", "llama ep4 cap=1.0 sp2 grp=8",
+                                  "llama ep2 tp2 cap=2.0"])
 def test_padded_cells(case):
     """E·C rows per token group and micro-batch: 4δ·H·E·C·(N_ep-1)/N_ep, whatever the routing."""
     run = run_of(case)
@@ -142,7 +147,8 @@ def test_groups_on_several_devices_ask_for_ids_and_scores():
     assert names("llama ep4 dp2") == {"routing: counts"}
 
 
-@pytest.mark.parametrize("scope, axes, elements", [("sequence", ("sp",), 8 * B // 4), ("microbatch", ("dp", "ep", "sp"), 8), ("global", ("dp", "ep", "sp"), 8)])
+@pytest.mark.parametrize("scope, axes, elements", [
+    ("sequence", ("sp",), 8 * B // 4), ("microbatch", ("dp", "ep", "sp"), 8), ("global", ("dp", "ep", "sp"), 8)])
 def test_loads_of_the_balance_loss(scope, axes, elements):
     """Per row over the axes that split rows; else over all that hold tokens."""
     lines = [line for line in traffic(run_of(f"llama dp2 ep2 sp2 aux=0.1 scope={scope}"), "cpu") if "loads per" in line.what]

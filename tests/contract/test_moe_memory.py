@@ -65,8 +65,11 @@ LARGE = {"model.layers": 4, "model.width": 128, "model.heads": 8, "model.kv_head
          "optim.clip": None, "model.moe.top_k": 2, "model.moe.ffn": 192}
 NARROW = {"precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.master": "float32"}
 PLANS = {
-    "dropless": "llama", "cells": "llama ep4 cap=1.25 grp=64", "worst case": "llama ep4 dp2", "gather": "llama ep4 tr=gather", "remat": "llama ep2 dp2 remat m2",
-    "tokens": "llama ep2 tp2 cap=1.0 mtp=tokens", "mixed": "gpt2 ep2 fsdp2 every=2 shared=1 cap=1.0 keepmatmuls", "16-bit": "llama dp2 cap=1.0 bias_rate=0.01 jitter=0.01",
+    "dropless": "llama", "cells": "llama ep4 cap=1.25 grp=64", "worst case": "llama ep4 dp2", "gather": "llama ep4 tr=gather",
+    "remat": "llama ep2 dp2 remat m2",
+    "tokens": "llama ep2 tp2 cap=1.0 mtp=tokens",
+    "mixed": "gpt2 ep2 fsdp2 every=2 shared=1 cap=1.0 keepmatmuls",
+    "16-bit": "llama dp2 cap=1.0 bias_rate=0.01 jitter=0.01",
     "pipeline": "llama pp2 ep2 m4 1f1b cap=1.0",
 }
 OFTEN = ("cells", "16-bit")
@@ -95,8 +98,12 @@ def test_arguments_of_routers():
     wide = configure(Run(), {**base, "precision.compute": "float32", "precision.params": "float32"})
     router = 4 * 128 * 8
     assert 2 * (memory.arguments(narrow)["parameters"] - 2 * router) == memory.arguments(wide)["parameters"]
-    more = lambda **settings: {part: size - memory.arguments(narrow)[part] for part, size in memory.arguments(
-        configure(Run(), {**base, **{f"model.moe.{name}": value for name, value in settings.items()}})).items() if size != memory.arguments(narrow)[part]}
+
+    def more(**changes):
+        """{part: bytes more} than without these settings of model.moe."""
+        plain, changed = (memory.arguments(run) for run in (narrow, configure(Run(), {**base, **{f"model.moe.{k}": v for k, v in changes.items()}})))
+        return {part: size - plain[part] for part, size in changed.items() if size != plain[part]}
+
     assert more(bias_rate=0.1) == {"scalars": 4 * 8 * 4, "total": 4 * 8 * 4}
     assert more(jitter=0.1) == {"batch": 16 // 2 * 4, "total": 16 // 2 * 4}
     assert more(noise=True) == {"parameters": 4 * router, "batch": 32, "total": 4 * router + 32}

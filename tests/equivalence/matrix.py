@@ -108,23 +108,29 @@ ROUTED_SMALLEST = [
 
 EXPERTS = ROUTED_SMALLEST + [
     # data and expert parallelism, ZeRO over ep for what is not an expert's
-    "llama moe m3 cap1 grp8 aux z", "gpt2 moe dp2 m3 noise cap1.25", "llama moe ep2 zep1 cap1 position", "gpt2 moe ep4 m3 zep2 cap1 grp8 aux",
+    "llama moe m3 cap1 grp8 aux z", "gpt2 moe dp2 m3 noise cap1.25", "llama moe ep2 zep1 cap1 position",
+    "gpt2 moe ep4 m3 zep2 cap1 grp8 aux",
     "llama moe dp2 ep4 m3 zep3 zdp1 aux warmup",
     # with tensor parallelism: widths, and tokens
     "llama moe ep2 tp4 cap1 grp8 kv2 m3", "gpt2 moe ep4 tp2 megatron aux z zep1 tied", "llama moe ep2 tp2 tokens cap1 grp8 position aux",
     "llama moe dp2 ep2 tp2 tokens megatron m3 cap1 zdp2", "gpt2 moe ep2 sp2 tp2 tokens zigzag cap1 grp16 aux",
     # with sequence parallelism: groups on one device, and over several
-    "llama moe ep2 sp4 zigzag cap1 grp16 aux zsp1", "gpt2 moe ep2 sp2 ring cap1 grp8 position m3 zsp2", "llama moe ep4 sp2 ulysses cap1 grp8 aux zsp3",
-    "llama moe ep2 sp2 striped cap1 grp8 position aux microbatch m3", "gpt2 moe ep2 sp4 hybrid2 zigzag aux z zep2", "llama moe dp2 ep2 sp2 ring aux noise",
+    "llama moe ep2 sp4 zigzag cap1 grp16 aux zsp1", "gpt2 moe ep2 sp2 ring cap1 grp8 position m3 zsp2",
+    "llama moe ep4 sp2 ulysses cap1 grp8 aux zsp3",
+    "llama moe ep2 sp2 striped cap1 grp8 position aux microbatch m3", "gpt2 moe ep2 sp4 hybrid2 zigzag aux z zep2",
+    "llama moe dp2 ep2 sp2 ring aux noise",
     # with FSDP, each stage
     "llama moe ep2 fsdp4 m3 aux", "gpt2 moe ep2 fsdp2 zfsdp1 zep2 m3 cap1", "llama moe ep4 fsdp2 zfsdp2 zep3 cap1 grp16",
     "llama moe ep2 fsdp2 tp2 zep3 megatron shared remat m3",
     # pipelines
     "gpt2 moe pp2 ep2 circular aux global", "llama moe pp2 ep2 1f1b cap1 grp8 zpp1", "llama moe pp2 ep2 tp2 m3 1f1b L5 noise bias aux",
-    "gpt2 moe pp2 ep2 m3 zb_h1 cap1 grp8 aux zpp1 zep1", "llama moe pp2 ep2 tp2 m3 zb_h1 tokens megatron cap1 z", "llama moe pp2 ep2 L4 every2 m3 zb_h1",
-    "llama moe pp4 ep2 m4 circular L4 aux microbatch zep2", "llama moe pp2 ep2 sp2 m3 1f1b zigzag cap1 grp16 aux", "gpt2 moe pp2 ep2 L4 every2 m3 circular aux",
+    "gpt2 moe pp2 ep2 m3 zb_h1 cap1 grp8 aux zpp1 zep1", "llama moe pp2 ep2 tp2 m3 zb_h1 tokens megatron cap1 z",
+    "llama moe pp2 ep2 L4 every2 m3 zb_h1",
+    "llama moe pp4 ep2 m4 circular L4 aux microbatch zep2", "llama moe pp2 ep2 sp2 m3 1f1b zigzag cap1 grp16 aux",
+    "gpt2 moe pp2 ep2 L4 every2 m3 circular aux",
     # losses of the step and of micro-batches
-    "llama moe dp2 ep2 sp2 m3 aux microbatch z", "gpt2 moe dp2 ep2 tp2 aux global z megatron", "llama moe ep4 sp2 striped aux global sigmoid",
+    "llama moe dp2 ep2 sp2 m3 aux microbatch z", "gpt2 moe dp2 ep2 tp2 aux global z megatron",
+    "llama moe ep4 sp2 striped aux global sigmoid",
     # what is drawn
     "llama moe ep2 dp2 sp2 noise jitter moedropout m3", "gpt2 moe ep2 dp2 tp2 noise jitter moedropout dropout tokens cap1",
     # recomputation
@@ -133,7 +139,8 @@ EXPERTS = ROUTED_SMALLEST + [
     "llama moe ep2 sp2 tp2 annotated cap1 grp16 aux shared", "gpt2 moe ep2 fsdp2 tp2 annotated m3 tokens megatron jitter",
     "llama moe ep2 sp2 tp2 unchecked gather aux m3 zsp1", "llama moe ep4 fsdp2 gather m3 cap1 grp8",
     # layers without experts among them; one expert per device; few and many choices
-    "llama moe ep2 dp2 L5 every2 first1 shared", "llama moe ep8 zep3 m3 aux", "gpt2 moe E4 ep4 dp2 K2 cap1 grp8", "llama moe K1 ep2 dp2 zdp3 ownscores aux",
+    "llama moe ep2 dp2 L5 every2 first1 shared", "llama moe ep8 zep3 m3 aux", "gpt2 moe E4 ep4 dp2 K2 cap1 grp8",
+    "llama moe K1 ep2 dp2 zdp3 ownscores aux",
     # other routings
     "llama moe ep2 dp2 sigmoid groups bias scaled m3", "gpt2 moe ep4 dp2 groups top1 ownscores cap1 bias aux",
     "gpt2 moe dp2 sp2 striped expertchoice cap1 grp8", "llama moe dp4 tp2 expertchoice cap1 m3", "gpt2 moe dp2 sp2 sinkhorn aux grp8",

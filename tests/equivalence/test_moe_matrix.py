@@ -1,6 +1,6 @@
 """Every mesh of the matrix trains the same model with experts as one device: what `test_matrix` compares, and every decision of the routers.
 
-Every day runs the smallest cases and a tenth of the others in float64 with SGD, and a sixteenth of all with AdamW and in float32.
+Every day runs the smallest cases and 1 in 14 of the others in float64 with SGD, and 1 in 28 of all with AdamW and in float32.
 """
 from functools import cache
 
@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxpara
-from equivalence.hard import B, V, awake, error, hard_batch, make_run
+from equivalence.hard import awake, error, hard_batch, make_run
 from equivalence.matrix import EXPERTS, ROUTED_SMALLEST, on_one_device, settings
 from equivalence.test_matrix import LIMIT, rotating
 from jaxpara.experts import Layout, spanning
@@ -22,40 +22,26 @@ from jaxpara.targets import place
 from jaxpara.transport import through_experts
 
 
-def untied(packed=True):
-    """`hard_batch` in which no two tokens of a row are alike in all that they see: documents begin with different tokens, and none with one token twice.
-    Such tokens' scores differ by rounding only, so that rounding would say which of them an expert has room for."""
-    batch = hard_batch(packed)
-    tokens = batch["tokens"]
-    for row in range(B):
-        begins = np.flatnonzero(batch["positions"][row] == 0) if packed else [0]
-        for place in [place for begin in begins for place in (begin, begin + 1)]:
-            seen = [tokens[row, other] for begin in begins for other in (begin, begin + 1) if other < place]
-            while tokens[row, place] in seen:
-                tokens[row, place] = (tokens[row, place] + 1) % V
-    return batch
-
-
 def train(overrides, packed, dtype, optimizer, start=None):
-    """What three steps show: metrics and loads of each, parameters before and after, the routers' bias after; in float64 under SGD at rate 1 the first
-    gradients, which are its first update, and what the routers decide before and after; in float32 gradients alone."""
+    """What three steps show: metrics and loads of each, parameters before and after, the routers' bias after; under SGD at rate 1 the first
+    gradients, which are its first update, and what the routers decide before and after. In float32 loss and gradients alone."""
     program = jaxpara.build(make_run(overrides, dtype, optimizer))
     start = awake(program.params(program.init())) if start is None else start
-    batch, state = untied(packed), program.init(start)
-    exact, told = (dtype, optimizer) == ("float64", "sgd"), {"metrics": [], "loads": []}
-    told["before"] = program.params(state)
-    told["routing"] = [program.routing(state, batch)] if exact else []
-    if (dtype, optimizer) == ("float32", "sgd"):
-        told["grads"] = program.loss_and_grads(state, batch)[1]
+    batch, state = hard_batch(packed), program.init(start)
+    told = {"before": program.params(state), "metrics": [], "loads": []}
+    if dtype == "float32":
+        loss, grads = program.loss_and_grads(state, batch)
+        return told | {"metrics": [{"loss": loss}], "grads": grads}
+    routing = [program.routing(state, batch)] if optimizer == "sgd" else []
     for i in range(3):
         state, metrics = program.step(state, batch)
-        told["metrics"].append(dict(metrics.items()))
+        told["metrics"].append({name: value for name, value in metrics.items() if name != "moe/bytes"})     # moe/bytes: of the transport
         told["loads"].append(metrics.load)
-        if exact and i == 0:
+        if i == 0:
             after = program.params(state)
             told["grads"] = {path: told["before"][path] - after[path] for path in after}
-    told["routing"] += [program.routing(state, batch)] if exact else []
-    return told | {"after": program.params(state), "bias": None if state.bias is None else np.asarray(state.bias)}
+    routing += [program.routing(state, batch)] if optimizer == "sgd" else []
+    return told | {"routing": routing, "after": program.params(state), "bias": None if state.bias is None else np.asarray(state.bias)}
 
 
 @cache
@@ -70,37 +56,37 @@ COUNTS = ("tokens", "stopped", "moe/dropped", "moe/load_max")
 def compare(case, dtype, optimizer, extra=None):
     overrides, packed = settings(case)
     expected = reference(tuple(sorted(on_one_device(overrides).items())), packed, dtype, optimizer)
-    told, limit, exact = train({**overrides, **(extra or {})}, packed, dtype, optimizer, expected["before"]), LIMIT[dtype], dtype == "float64"
-    for step, (found, wanted) in enumerate(zip(told["metrics"], expected["metrics"])):
-        assert {name for name in found if name != "moe/bytes"} == {name for name in wanted if name != "moe/bytes"}
-        numbers = [name for name in wanted if name != "moe/bytes" and (exact or step == 0)]
-        wrong = [(name, step, found[name], wanted[name]) for name in numbers
-                 if abs(found[name] - wanted[name]) > (0 if exact and name in COUNTS else limit) * max(abs(wanted[name]), 1e-3)]
-        assert not wrong
-        assert not exact or (told["loads"][step] == expected["loads"][step]).all(), step
-    for found, wanted in zip(told["routing"], expected["routing"], strict=True):
-        assert all((found[name] == wanted[name]).all() for name in ("layers", "chosen", "kept"))
-    if exact and expected["bias"] is not None:
-        assert (told["bias"] == expected["bias"]).all() and np.abs(told["bias"]).max() > 0
+    told, limit = train({**overrides, **(extra or {})}, packed, dtype, optimizer, expected["before"]), LIMIT[dtype]
+    for step, (found, wanted) in enumerate(zip(told["metrics"], expected["metrics"], strict=True)):
+        assert found.keys() == wanted.keys()
+        allowed = lambda name: 0 if name in COUNTS else limit * max(abs(wanted[name]), 1e-3)
+        assert not [(step, name, found[name], wanted[name]) for name in wanted if not abs(found[name] - wanted[name]) <= allowed(name)]
     if optimizer == "sgd":
         assert error(told["grads"], expected["grads"])[0] < limit, error(told["grads"], expected["grads"])
+    if dtype == "float32":
+        return
+    assert all((found == wanted).all() for found, wanted in zip(told["loads"], expected["loads"], strict=True))
+    for found, wanted in zip(told["routing"], expected["routing"], strict=True):
+        assert all((found[name] == wanted[name]).all() for name in ("layers", "chosen", "kept"))
+    if expected["bias"] is not None:
+        assert (told["bias"] == expected["bias"]).all() and np.abs(told["bias"]).max() > 0
     assert error(told["after"], expected["after"])[0] < limit, error(told["after"], expected["after"])
     assert error(told["after"], expected["before"])[0] > 1e-3, "three steps moved nothing: the comparison would be of two initialisations"
 
 
-@pytest.mark.parametrize("case", ROUTED_SMALLEST + rotating(EXPERTS[len(ROUTED_SMALLEST):], 10))
+@pytest.mark.parametrize("case", ROUTED_SMALLEST + rotating(EXPERTS[len(ROUTED_SMALLEST):], 14))
 def test_float64_sgd(case):
     compare(case, "float64", "sgd")
 
 
-@pytest.mark.parametrize("case", rotating(EXPERTS, 16))
+@pytest.mark.parametrize("case", rotating(EXPERTS, 28))
 def test_float64_adamw(case):
     compare(case, "float64", "adamw")
 
 
-@pytest.mark.parametrize("case", rotating(EXPERTS, 16))
+@pytest.mark.parametrize("case", rotating(EXPERTS, 28))
 def test_float32_sgd(case):
-    """In the unchecked mode of shard_map."""
+    """In the unchecked mode of shard_map; loss and gradients."""
     manual = settings(case)[0].get("parallel.lowering") != "annotated"
     compare(case, "float32", "sgd", {"parallel.check_vma": False} if manual else {})
 
@@ -111,7 +97,8 @@ def runs():
 
 
 WANTED = {
-    **{f"dp{dp}, ep{ep}": lambda run, dp=dp, ep=ep: (run.mesh.dp, run.mesh.ep) == (dp, ep) for dp, ep in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))},
+    **{f"dp{dp}, ep{ep}": lambda run, dp=dp, ep=ep: (run.mesh.dp, run.mesh.ep) == (dp, ep)
+       for dp, ep in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))},
     **{f"ep and {axis}": lambda run, axis=axis: run.mesh.ep > 1 and run.mesh.sizes[axis] > 1 for axis in ("dp", "fsdp", "sp", "tp", "pp")},
     **{f"ZeRO-{stage} over {axis}": lambda run, stage=stage, axis=axis: run.mesh.ep > 1 and run.mesh.sizes[axis] > 1
        and getattr(run.parallel.zero, axis) == stage for axis in ("ep", "dp", "fsdp", "sp") for stage in range(4) if (axis, stage) != ("fsdp", 0)},
@@ -131,17 +118,20 @@ WANTED = {
     "micro-batch losses of several": lambda run: run.model.moe.aux_scope == "microbatch" and run.train.microbatches > 1 and run.mesh.dp > 1,
     "warm-up": lambda run: run.model.moe.aux_warmup, "z-loss": lambda run: run.model.moe.z_weight, "bias": lambda run: run.model.moe.bias_rate,
     "bias over tp": lambda run: run.model.moe.bias_rate and run.mesh.tp > 1, "jitter": lambda run: run.model.moe.jitter and run.mesh.ep > 1,
-    "noise": lambda run: run.model.moe.noise and run.mesh.ep > 1 and run.mesh.sp > 1, "MoE dropout": lambda run: run.model.moe.dropout and run.mesh.ep > 1,
+    "noise": lambda run: run.model.moe.noise and run.mesh.ep > 1 and run.mesh.sp > 1,
+    "MoE dropout": lambda run: run.model.moe.dropout and run.mesh.ep > 1,
     "recomputation": lambda run: run.parallel.remat == "full" and run.mesh.ep > 1, "ZeRO-R": lambda run: run.parallel.zero_r,
     "kept matmuls": lambda run: run.parallel.remat == "selective" and run.mesh.ep > 1,
     "Megatron-SP": lambda run: run.parallel.tp_sequence and run.parallel.moe_tp == "width" and run.mesh.ep > 1,
     "tokens over tp": lambda run: run.parallel.moe_tp == "tokens" and not run.parallel.tp_sequence,
     "tokens over tp under Megatron-SP": lambda run: run.parallel.moe_tp == "tokens" and run.parallel.tp_sequence,
-    "unchecked": lambda run: not run.parallel.check_vma and run.mesh.ep > 1, "one expert per device": lambda run: run.model.moe.experts == run.mesh.ep,
+    "unchecked": lambda run: not run.parallel.check_vma and run.mesh.ep > 1,
+    "one expert per device": lambda run: run.model.moe.experts == run.mesh.ep,
     "gather with a capacity": lambda run: run.parallel.moe_transport == "gather" and run.model.moe.capacity,
     "gather without": lambda run: run.parallel.moe_transport == "gather" and not run.model.moe.capacity,
     "all-to-all without a capacity": lambda run: run.mesh.ep > 1 and run.parallel.moe_transport == "all_to_all" and not run.model.moe.capacity,
-    "shared experts": lambda run: run.model.moe.shared and run.mesh.tp > 1, "sigmoid": lambda run: run.model.moe.score == "sigmoid" and run.mesh.ep > 1,
+    "shared experts": lambda run: run.model.moe.shared and run.mesh.tp > 1,
+    "sigmoid": lambda run: run.model.moe.score == "sigmoid" and run.mesh.ep > 1,
     "groups of experts": lambda run: run.model.moe.expert_groups > 1 and run.mesh.ep > 1,
     **{f"{kind} routing over {axis}": lambda run, kind=kind, axis=axis: run.model.moe.routing == kind and run.mesh.sizes[axis] > 1
        for kind in ("expert_choice", "sinkhorn") for axis in ("dp", "sp", "tp")},

@@ -4,12 +4,10 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxpara
-from equivalence.hard import awake, error, make_run
+from equivalence.hard import awake, error, hard_batch, make_run
 from equivalence.matrix import on_one_device, settings
-from equivalence.test_moe_matrix import untied
 from jaxpara import gradients, transport, zero
 from jaxpara.balance import balanced
 from jaxpara.context import ManualCtx
@@ -24,7 +22,7 @@ def told(overrides, start=None):
     program = jaxpara.build(make_run(overrides, "float64", "sgd"))
     start = awake(program.params(program.init())) if start is None else start
     state = program.init(start)
-    loss, _, grads, loads = program._loss_and_grads(state.params, program.put(untied()), moment(state))
+    loss, _, grads, loads = program._loss_and_grads(state.params, program.put(hard_batch()), moment(state))
     return float(loss), to_single_device(grads, program.placements), np.asarray(balanced(program.run, state.bias, loads.counts, True)), start
 
 

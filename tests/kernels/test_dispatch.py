@@ -10,7 +10,8 @@ from jaxpara.kernels import dispatch
 from jaxpara.kernels.dispatch import NOWHERE, by_expert, combine, in_cells, move, packed, reference, regrouped, spread
 
 SHAPES = {       # tokens, K, E
-    "plain": (12, 2, 4), "one choice": (9, 1, 6), "one expert": (7, 2, 1), "one token": (1, 3, 8), "mostly empty": (5, 2, 32), "many choices": (8, 11, 12),
+    "plain": (12, 2, 4), "one choice": (9, 1, 6), "one expert": (7, 2, 1), "one token": (1, 3, 8),
+    "mostly empty": (5, 2, 32), "many choices": (8, 11, 12),
 }
 BLOCK, WIDTH = 4, 5
 

@@ -146,7 +146,8 @@ def test_blocks_of_buffers():
             assert block == 1 if platform == "tpu" else SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0
             buffer = buffer_rows(rows, experts, block)
             cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
-            for sizes in (np.diff(np.concatenate([[0], cuts, [rows]])), np.eye(experts, dtype=int)[0] * rows, np.ones(experts, int) * (rows // experts)):
+            alone, even = np.eye(experts, dtype=int)[0] * rows, np.full(experts, rows // experts)
+            for sizes in (np.diff(np.concatenate([[0], cuts, [rows]])), alone, even):
                 needed = (-(-sizes // block) * block).sum()
                 assert needed <= buffer and buffer % block == 0
             assert buffer < rows + experts * block + block
