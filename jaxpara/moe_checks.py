@@ -143,7 +143,7 @@ def tokens_over_tp(run):
 
 def idle(run):
     """Yield (setting, value, reason) of every value that differs from the neutral one and yet does nothing."""
-    moe, parallel = run.model.moe, run.parallel
+    moe = run.model.moe
     neutral = {f"model.moe.{name}": value for name, _, value in settings_of(MoE())}
     neutral |= {f"parallel.{name}": getattr(Parallel(), name) for name in ("moe_transport", "moe_tp")}
     neutral["model.moe.group"] = run.train.seq if moe.experts else None

@@ -92,7 +92,8 @@ class AnnotatedCtx(Ctx):
         return summed_loss(compute_global)(x, weight, targets)
 
     def moe(self, feed, x, layer):
-        """As under the manual lowering, in a `shard_map` of its own: XLA has no constraint that says how tokens are sorted by expert."""
+        """As under the manual lowering, in a `shard_map` of its own: XLA has no constraint that says how tokens are sorted by expert. The backward
+        pass runs the layer again, since what autodiff would keep lies on each device as it likes."""
         live, names = self.run.mesh.live, [name for name, _ in weights_of(feed)]
         weights = {name: partition(self.placements[name].base[1:]) for name in names}
         unsplit = {name: tuple(axis for axis in live(("dp", "fsdp", "ep", "sp", "tp")) if not any(axis in dim for dim in self.placements[name].base))
@@ -114,9 +115,7 @@ class AnnotatedCtx(Ctx):
         def backward(weights, x, rows, layer, cotangent):
             varied = {name: vary(weight, unsplit[name]) for name, weight in weights.items()}
             dweights, dx = jax.vjp(lambda weights, x: on_shard(weights, x, rows, layer)[0], varied, x)[1](cotangent)
-            alike = lambda name: "tp" in unsplit[name] and not self.placements[name].tp_sum
-            axes = {name: tuple(axis for axis in unsplit[name] if axis != "tp" or not alike(name)) for name in dweights}
-            return {name: sum_over(dweight, axes[name], "moe.weights") for name, dweight in dweights.items()}, dx
+            return {name: sum_over(dweight, unsplit[name], "moe.weights") for name, dweight in dweights.items()}, dx
 
         given = weights, border, rows, everywhere
         forward, backward = self.on_shards(forward, given, (border, told)), self.on_shards(backward, (*given, border), (weights, border))
