@@ -151,7 +151,8 @@ def shape_of_border(run):
 def shapes_of_pair(run):
     """Shapes on one device of what a layer's matmuls read and give."""
     size, model, tp = Sizes(run, "tpu"), run.model, run.mesh.tp
-    inner = [(model.ffn // tp,)] * ("dense" in kinds(model)) + [(size.experts.shared_width,)] * bool(model.moe.shared)
+    inner = [(model.ffn // tp,)] * ("dense" in kinds(model))
+    inner += [(size.experts.shared_width,)] if size.experts and model.moe.shared else []
     widths = (model.width,), (size.heads, model.head_dim), (max(model.kv_heads // tp, 1), model.head_dim), *inner
     return [(size.rows, size.length, *width) for width in widths]
 

@@ -2,7 +2,7 @@
 import pytest
 
 import jaxpara
-from backends import needs_gpu, needs_tpu
+from backends import needs_gpu, needs_tpu, on_day
 from equivalence.hard import make_run
 from jaxpara import ConfigError
 from jaxpara.hlo.inspection import CLASSES
@@ -50,6 +50,7 @@ def large(recipe, target, capsys, memory=0.1):
 
 
 @needs_tpu
+@on_day(1, 3)
 def test_llama3_8b_on_64_chips(capsys):
     large("llama3_8b", "tpu:v5p:4x4x4", capsys)
 
@@ -75,7 +76,7 @@ ROUTED_MESHES = {"ep4 fsdp2 ragged remat": {"mesh.ep": 4, "mesh.fsdp": 2, "paral
 
 
 @needs_tpu
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * (i > 0)) for i, mesh in enumerate(ROUTED_MESHES)])
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=on_day(i, 4)) for i, mesh in enumerate(ROUTED_MESHES)])
 def test_experts_on_eight_chips(mesh, capsys):
     """Ragged sends too: counted are the rows that are due, of the buffers around them the smaller one's."""
     agrees(jaxpara.build(make_run({**LARGE, **ROUTED, **ROUTED_MESHES[mesh]}, "float32"), "tpu:v5p:2x2x2").inspect(), capsys)

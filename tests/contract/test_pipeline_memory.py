@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxpara
-from backends import needs_tpu
+from backends import needs_tpu, on_day
 from equivalence.hard import make_run
 from jaxpara.hlo.memory import leaves, printed_shapes, split
 from jaxpara.hlo.module import parse
@@ -212,6 +212,7 @@ TPU = "tpu:v5p:2x2x2"
 
 
 @needs_tpu
+@on_day(0, 3)
 def test_1f1b_is_flat_on_tpu():
     assert is_flat([temporaries(make("1f1b", m, 16, WIDE), TPU) for m in (4, 32)])
 

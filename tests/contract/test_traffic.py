@@ -34,7 +34,7 @@ def merged(run):
 def planned(run):
     """{(axes, kind): [calls, wire bytes]} without the optimizer's part, which its jit adds."""
     sums = defaultdict(lambda: [0, 0])
-    for line in (*traffic(run), *merged(run)):
+    for line in (*traffic(run, "tpu"), *merged(run)):      # where compilers merge nothing of layers outside loops
         if line.phase != "optimizer":
             sums[line.axes, line.kind][0] += line.calls
             sums[line.axes, line.kind][1] += line.wire

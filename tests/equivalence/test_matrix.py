@@ -62,15 +62,15 @@ def test_float64_sgd(case):
     compare(case, "float64", "sgd")
 
 
-@pytest.mark.parametrize("case", rotating(CASES, 3))
+@pytest.mark.parametrize("case", rotating(CASES, 5))
 def test_float64_adamw(case):
-    """A third of the cases at a time: scripts/test.sh takes another third each day, and all with --all."""
+    """A fifth of the cases at a time: scripts/test.sh takes another fifth each day, and all with --all."""
     compare(case, "float64", "adamw")
 
 
-@pytest.mark.parametrize("case", rotating(CASES, 3))
+@pytest.mark.parametrize("case", rotating(CASES, 5))
 def test_float32_sgd(case):
-    """A third at a time. Manual cases run in the unchecked mode here: both modes of shard_map get every mesh."""
+    """A fifth at a time. Manual cases run in the unchecked mode here: both modes of shard_map get every mesh."""
     overrides, packed = settings(case)
     manual = overrides.get("parallel.lowering") != "annotated"
     compare(case, "float32", "sgd", {"parallel.check_vma": False} if manual else {})

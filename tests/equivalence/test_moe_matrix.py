@@ -74,17 +74,17 @@ def compare(case, dtype, optimizer, extra=None):
     assert error(told["after"], expected["before"])[0] > 1e-3, "three steps moved nothing: the comparison would be of two initialisations"
 
 
-@pytest.mark.parametrize("case", ROUTED_SMALLEST + rotating(EXPERTS[len(ROUTED_SMALLEST):], 14))
+@pytest.mark.parametrize("case", ROUTED_SMALLEST + rotating(EXPERTS[len(ROUTED_SMALLEST):], 20))
 def test_float64_sgd(case):
     compare(case, "float64", "sgd")
 
 
-@pytest.mark.parametrize("case", rotating(EXPERTS, 28))
+@pytest.mark.parametrize("case", rotating(EXPERTS, 56))
 def test_float64_adamw(case):
     compare(case, "float64", "adamw")
 
 
-@pytest.mark.parametrize("case", rotating(EXPERTS, 28))
+@pytest.mark.parametrize("case", rotating(EXPERTS, 56))
 def test_float32_sgd(case):
     """In the unchecked mode of shard_map; loss and gradients."""
     manual = settings(case)[0].get("parallel.lowering") != "annotated"
