@@ -106,7 +106,8 @@ def out_of_the_loop(ours, theirs, run):
 
 
 def concatenated(ours, theirs):
-    """A compiled call of as many elements as several predicted ones, of one kind and over the same axes, have together."""
+    """A compiled call of as many elements as several predicted ones, of one kind and over the same axes, have together; sums of single numbers,
+    which are grouped otherwise, may lie beside them."""
     found = []
     for other in theirs.lines():
         parts = [line for line in ours.lines() if (line.kind, line.axes) == (other.kind, other.axes) and line.elements < other.elements
@@ -121,13 +122,14 @@ def concatenated(ours, theirs):
 
 
 def adding_up(lines, elements):
-    """Those of `lines` that have `elements` together, or ()."""
+    """Those of `lines` that have `elements` together, or of several all but `SCALARS` at most, or ()."""
     sums = {0: ()}
     for line in lines:
         for so_far, chosen in list(sums.items()):
             if so_far + line.elements <= elements:
                 sums.setdefault(so_far + line.elements, (*chosen, line))
-    return sums.get(elements, ())
+    nearest = max(sums)
+    return sums[nearest] if nearest == elements or len(sums[nearest]) > 1 and elements - nearest <= SCALARS else ()
 
 
 def realigned(theirs, taken):
