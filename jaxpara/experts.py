@@ -3,11 +3,12 @@
 A *cell* is a fixed piece of a buffer. With a capacity there is one for each (sending device, expert), else one for each pair of devices.
 """
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 import numpy as np
 
 from jaxpara.order import slots
+from jaxpara.params import capacity, choices
 
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8
@@ -48,26 +49,14 @@ class Layout:
         return self.transport in ("all_to_all", "ragged") and self.here > 1 and not (self.capacity and self.transport == "all_to_all")
 
 
-def choices(moe):
-    """Experts that a token may be sent to: K; E where experts choose."""
-    return moe.experts if moe.routing == "expert_choice" else moe.top_k
-
-
-def capacity(moe, evaluation=False):
-    """ceil(c·K·G/E) tokens that an expert takes of a group of G (Lepikhin et al. 2020, arXiv 2006.16668), at most G; None: dropless.
-
-    Experts that choose take as many whatever eval_capacity says: that is their routing.
-    """
-    if moe.capacity is None or evaluation and not (moe.eval_capacity or moe.routing == "expert_choice"):
-        return None
-    return min(moe.group, ceil(round(moe.capacity * moe.top_k * moe.group / moe.experts, 6)))
-
-
 def split_axes(run):
     """Mesh axes, in use, over which the MoE layer's tokens of one row lie."""
     return run.mesh.live(("sp", "tp") if run.parallel.moe_tp == "tokens" else ("sp",))
 
 
+def copied_axes(run):
+    """Mesh axes, in use, whose ranks route the same tokens: tp, unless it splits them."""
+    return () if "tp" in split_axes(run) else run.mesh.live(("tp",))
 
 
 def shares(run, seq=None):

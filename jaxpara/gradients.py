@@ -11,7 +11,7 @@ from jaxpara.collectives import scatter_in_steps, sum_over, vary, varying_axes
 from jaxpara.config import BATCH_AXES
 from jaxpara.context import AnnotatedCtx, ManualCtx, Rows, Stored, seen, sum_loads
 from jaxpara.experts import split_axes
-from jaxpara.mesh import partition, sharding
+from jaxpara.mesh import partition, platform_of, sharding
 from jaxpara.model.declare import fill
 from jaxpara.order import slots
 from jaxpara.rules import activation_rules
@@ -134,11 +134,6 @@ def manual(run, mesh, placements, model, make=one_device):
     replicated = PartitionSpec()
     return jax.shard_map(on_device, mesh=mesh, in_specs=(spec_of("storage"), specs(run), replicated),
                          out_specs=(replicated, replicated, spec_of("optimizer"), replicated), check_vma=run.parallel.check_vma)
-
-
-def platform_of(mesh):
-    """cpu | tpu | gpu."""
-    return mesh.devices.flat[0].platform
 
 
 def computed(value, run, placement):

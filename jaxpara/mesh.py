@@ -118,3 +118,8 @@ def partition(spec):
 def sharding(mesh, spec):
     """`NamedSharding` of a plain-tuple spec."""
     return NamedSharding(mesh, partition(spec))
+
+
+def platform_of(mesh):
+    """cpu | tpu | gpu."""
+    return mesh.devices.flat[0].platform

@@ -2,10 +2,8 @@
 
 `jaxpara.checks` runs these beside its own, on a run whose every number is within its own range.
 """
-from math import ceil
-
 from jaxpara.config import MoE, Parallel, settings_of
-from jaxpara.params import kinds
+from jaxpara.params import capacity, kinds
 from jaxpara.pipeline import placing
 
 BALANCED = ("expert_choice", "sinkhorn")
@@ -205,7 +203,7 @@ def notes(run, settled=True):
 
 
 def _capacity_note(moe):
-    most = min(moe.group, ceil(round(moe.capacity * moe.top_k * moe.group / moe.experts, 6)))      # as `experts.capacity`, which comes later
+    most = capacity(moe)
     verb = "chooses" if moe.routing == "expert_choice" else "takes"
     when = "" if moe.eval_capacity or moe.routing == "expert_choice" else ", in training only"
     never = "; none is ever dropped" * (most == moe.group and moe.routing != "expert_choice")

@@ -4,7 +4,7 @@ The nnx modules, the sharding rules, the plan and `explain` all read this table,
 Every label names a dim of the whole model; no parameter uses a label twice.
 """
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,21 @@ def kinds(model):
 def layers_of(model, kind):
     """The layers whose feed-forward block is of this kind."""
     return tuple(layer for layer, found in enumerate(kinds(model)) if found == kind)
+
+
+def choices(moe):
+    """Experts that a token may be sent to: K; E where experts choose."""
+    return moe.experts if moe.routing == "expert_choice" else moe.top_k
+
+
+def capacity(moe, evaluation=False):
+    """ceil(c·K·G/E) tokens that an expert takes of a group of G (Lepikhin et al. 2020, arXiv 2006.16668), at most G; None: dropless.
+
+    Experts that choose take as many whatever eval_capacity says: that is their routing.
+    """
+    if moe.capacity is None or evaluation and not (moe.eval_capacity or moe.routing == "expert_choice"):
+        return None
+    return min(moe.group, ceil(round(moe.capacity * moe.top_k * moe.group / moe.experts, 6)))
 
 
 def period(model):

@@ -24,7 +24,7 @@ from jaxpara.order import inverse, slots
 from jaxpara.errors import ConfigError
 from jaxpara.executors import circular, relay, scheduled
 from jaxpara.hlo.inspection import inspection
-from jaxpara.mesh import check_axis_types, sharding
+from jaxpara.mesh import check_axis_types, platform_of, sharding
 from jaxpara.model import GPT
 from jaxpara.optim import optimizer, schedule
 from jaxpara.params import layers_of, parameters
@@ -44,8 +44,7 @@ def build(run, target=None):
     """
     run, mesh = place(checks.checked(resolve(run)), target)
     run = checks.checked(run)       # again, now that an "auto" axis is filled
-    platform = mesh.devices.flat[0].platform
-    if platform == "cpu" and run.mesh.ep > 1 and run.parallel.moe_transport == "ragged":
+    if platform_of(mesh) == "cpu" and run.mesh.ep > 1 and run.parallel.moe_transport == "ragged":
         raise ConfigError("parallel.moe_transport = ragged on cpu: XLA:CPU has no ragged all-to-all. Legal on cpu: all_to_all, gather, which train "
                           "the same model; ragged with devices or a --target of tpu or gpu.")
     check_random()
@@ -202,7 +201,7 @@ class Program:
     def inspect(self):
         """`hlo.inspection.Report`: the train step compiled for the target, line by line against what the config predicts."""
         step, seconds = self.compiled
-        platform = self.mesh.devices.flat[0].platform
+        platform = platform_of(self.mesh)
         usable = None if not self.runs or platform == "cpu" else self.mesh.local_devices[0].memory_stats()["bytes_limit"]
         return inspection(self.run, self.target, platform, step.as_text(), step.memory_analysis(), seconds, usable)
 

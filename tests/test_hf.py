@@ -86,8 +86,12 @@ def reference(name, wide=False):
 def ours(request):
     """One program of jaxpara, compiled once for all tests of a case (name, mesh, dtype), with HuggingFace's weights in it."""
     name, mesh, dtype = request.param
-    model = hf.model_of(CONFIGS[name])
-    run = configure(Run(model=model), {**MESHES[mesh], "train.batch": BATCH, "train.seq": SEQ, "precision.params": dtype,
+    return compiled(name, hf.model_of(CONFIGS[name]), MESHES[mesh], dtype, reference(name).state)
+
+
+def compiled(name, model, mesh, dtype, state):
+    """What a test needs of one program: `result(params)`, and `real`, with HuggingFace's weights. mesh: settings; state: HuggingFace's."""
+    run = configure(Run(model=model), {**mesh, "train.batch": BATCH, "train.seq": SEQ, "precision.params": dtype,
                                        "precision.compute": dtype})
     program, batch = jaxpara.build(run), batch_of(model.vocab)
 
@@ -96,7 +100,7 @@ def ours(request):
         loss, grads = program.loss_and_grads(state, batch)
         return SimpleNamespace(logits=program.logits(state, batch), loss=loss, grads=grads, params=program.params(state))
 
-    return SimpleNamespace(name=name, dtype=dtype, model=model, result=result, real=result(hf.from_hf(reference(name).state, model)))
+    return SimpleNamespace(name=name, dtype=dtype, model=model, result=result, real=result(hf.from_hf(state, model)))
 
 
 def case(name, mesh="one_device", dtype="float64"):

@@ -9,17 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import jaxpara
 from jaxpara import hf
 from jaxpara.config import Model, MoE, Run, resolve
 from jaxpara.errors import ConfigError
 from jaxpara.params import count, count_active, layers_of, parameters
-from jaxpara.settings import configure
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file     # noqa: E402 (only where transformers is)
-from test_hf import BATCH, SEQ, TOKENS, WideTorch, batch_of, build_hf, planted      # noqa: E402
+from test_hf import TOKENS, WideTorch, batch_of, build_hf, case, compiled, planted      # noqa: E402
 from transformers.models.mixtral import modeling_mixtral      # noqa: E402
 from transformers.models.qwen3_moe import modeling_qwen3_moe      # noqa: E402
 
@@ -63,21 +61,7 @@ def reference(name, wide=False, **changes):
 def ours(request):
     """One program of jaxpara, compiled once for all tests of a case (name, mesh, dtype), with HuggingFace's weights in it."""
     name, mesh, dtype = request.param
-    model = hf.model_of(CONFIGS[name])
-    run = configure(Run(model=model), {**MESHES[mesh], "train.batch": BATCH, "train.seq": SEQ, "precision.params": dtype,
-                                       "precision.compute": dtype})
-    program, batch = jaxpara.build(run), batch_of(model.vocab)
-
-    def result(params):
-        state = program.init(params)
-        loss, grads = program.loss_and_grads(state, batch)
-        return SimpleNamespace(logits=program.logits(state, batch), loss=loss, grads=grads, params=program.params(state))
-
-    return SimpleNamespace(name=name, dtype=dtype, model=model, result=result, real=result(hf.from_hf(reference(name).state, model)))
-
-
-def case(name, mesh="one_device", dtype="float64"):
-    return pytest.param((name, mesh, dtype), id=f"{name}-{mesh}-{dtype}")
+    return compiled(name, hf.model_of(CONFIGS[name]), MESHES[mesh], dtype, reference(name).state)
 
 
 WIDE = [case(name, mesh) for name in CONFIGS for mesh in MESHES]

@@ -12,7 +12,7 @@ from jaxpara.context.manual import ManualCtx
 from jaxpara.context.routing import seen, sum_loads
 from jaxpara.experts import split_axes
 from jaxpara.kernels import cross_entropy
-from jaxpara.mesh import partition
+from jaxpara.mesh import partition, platform_of
 from jaxpara.model.declare import fill, weights_of
 from jaxpara.model.router import Load
 from jaxpara.rules import live
@@ -104,7 +104,7 @@ class AnnotatedCtx(Ctx):
         told = Load(*[everywhere] * 4, (partition((live(BATCH_AXES), split_axes(self.run))),) * 2 if self.watching else None)
 
         def on_shard(weights, x, rows, layer):
-            ctx = ManualCtx(self.run, self.placements, rows, self.mesh.devices.flat[0].platform)
+            ctx = ManualCtx(self.run, self.placements, rows, platform_of(self.mesh))
             ctx.training, ctx.watching = self.training, self.watching
             return ctx.moe(fill(feed, {name: vary(weight, unsplit[name]) for name, weight in weights.items()}), x, layer)
 

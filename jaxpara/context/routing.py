@@ -6,7 +6,7 @@ from jax import lax
 from jaxpara import transport
 from jaxpara.collectives import gather, join_parts, sum_over, take_part
 from jaxpara.config import AXES, BATCH_AXES
-from jaxpara.experts import layout, spanning, split_axes
+from jaxpara.experts import copied_axes, layout, spanning, split_axes
 from jaxpara.model.router import Load
 from jaxpara.order import inverse, slots
 
@@ -43,7 +43,7 @@ class Routing:
 
     def share(self, weigh, layer):
         """This device's part of the factor of the routers' losses: tp ranks that route the same tokens share it; padding has none."""
-        copies = 1 if "tp" in self.split else self.run.mesh.tp
+        copies = self.run.mesh.tp if copied_axes(self.run) else 1
         return jnp.where(layer >= 0, weigh / copies, 0)
 
     def row_tokens(self, here):
@@ -83,11 +83,9 @@ def sum_loads(load, run):
 
 def seen(routed, run):
     """What was asked of `Load.routed`, alike on tp ranks that route the same tokens."""
-    copied = () if "tp" in split_axes(run) else run.mesh.live(("tp",))
-    return jax.tree.map(lambda x: sum_over(once(x, run), copied, "moe.seen"), routed)
+    return jax.tree.map(lambda x: sum_over(once(x, run), copied_axes(run), "moe.seen"), routed)
 
 
 def once(x, run):
     """What routers tell, on one of the tp ranks that route the same tokens; zeros on the others."""
-    copies = run.mesh.tp > 1 and "tp" not in split_axes(run)
-    return jnp.where(lax.axis_index("tp") == 0, x, 0) if copies else x
+    return jnp.where(lax.axis_index("tp") == 0, x, 0) if copied_axes(run) else x

@@ -3,12 +3,13 @@
 A choice is one (token, k); it goes to one row of a buffer or nowhere. A plan holds both maps, rows -> choices and choices -> rows, so that the
 backward pass of a gather is the gather by the other map and nothing is ever scattered.
 """
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpara.kernels import local
 
 NOWHERE = -1
 
@@ -108,7 +109,7 @@ def _spread_back(plan, cotangent):
 def _total(plan, of):
     """Sum over k of `of(rows of the k-th choices, k)`, in float32 or wider, one k at a time: no [n, K, H] exists."""
     k = plan.row.shape[1]
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = lambda x: x.astype(local.wide(x.dtype))
     if k <= 8:
         return sum(wide(of(plan.row[:, i], i)) for i in range(k))
     first = wide(of(plan.row[:, 0], 0))
@@ -143,7 +144,7 @@ def _combine_back(residuals, cotangent):
 combine.defvjp(_combine, _combine_back)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=())
+@jax.custom_vjp
 def move(x, to, back):
     """x[to], zeros where -1. back: the inverse map, by which the cotangent is taken."""
     return _take(x, to)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpara.collectives import match
+from jaxpara.kernels import local
 from jaxpara.kernels.dispatch import starts
 
 class Groups(NamedTuple):
@@ -65,7 +66,7 @@ def _each_block(x, weight, groups, spec):
 def _weight_gradient(x, cotangent, groups):
     """[E, A, B] in float32 or wider: what each expert's rows give."""
     owner, used = groups.blocks(x.shape[0])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = local.wide(x.dtype)
 
     def one(i, total):
         cut = lambda array: lax.dynamic_slice_in_dim(array, i * groups.block, groups.block)

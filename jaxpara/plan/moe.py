@@ -54,7 +54,7 @@ def routers(run):
         if axes:
             yield from both(run, over(axes, f"routing: loads per {'row' if by_row else 'micro-batch'}", "all-reduce",
                                       (rows if by_row else 1) * moe.experts, "int32"))
-    everywhere = tuple(axis for axis, ways in run.mesh.sizes.items() if ways > 1)
+    everywhere = run.mesh.live()
     if everywhere:
         for what, dtype, numbers in (("routing: loads of the step", "int32", moe.experts + 1), ("routing: losses of the step", wide(run), 2)):
             yield Line("all-reduce", everywhere, dtype, run.model.layers * numbers, 1, "loss", "moe", size(run, everywhere), what, "step")
@@ -63,23 +63,23 @@ def routers(run):
 def cells(run, sizes):
     """4δ·rows·H per layer and micro-batch, a way out and a way back, each again in the backward pass: rows are E·cell with a capacity, N_ep·cell in
     the worst case. Rows without a token are sent too."""
-    count, elements = passes_of(run, "moe"), sizes.sent * run.model.width
-    across = lambda what, elements, dtype: line_over(run, ("ep",), what, "all-to-all", elements, dtype)
     if sizes.regrouped:
-        yield from both(run, across("routing: counts", sizes.experts, "int32"))
-    for what in ("tokens to experts", "tokens back"):
-        yield from both(run, across(what, elements, run.precision.compute))
-        yield across(f"{what}, gradients", elements, run.precision.compute)("backward", count.backward)
+        yield from both(run, line_over(run, ("ep",), "routing: counts", "all-to-all", sizes.experts, "int32"))
+    yield from exchanged(run, sizes)
 
 
 def pieces(run, sizes):
     """4δ·K·n·H for exactly the rows that are chosen, and the counts of all devices."""
-    count, elements = passes_of(run, "moe"), sizes.sent * run.model.width
-    across = lambda what, elements: line_over(run, ("ep",), what, "all-to-all", elements, run.precision.compute)
     yield from both(run, line_over(run, ("ep",), "routing: counts", "all-gather", sizes.ways * sizes.experts, "int32"))
+    yield from exchanged(run, sizes)
+
+
+def exchanged(run, sizes):
+    """The rows out and back, and their gradients."""
     for what in ("tokens to experts", "tokens back"):
-        yield from both(run, across(what, elements))
-        yield across(f"{what}, gradients", elements)("backward", count.backward)
+        across = lambda what: line_over(run, ("ep",), what, "all-to-all", sizes.sent * run.model.width, run.precision.compute)
+        yield from both(run, across(what))
+        yield across(f"{what}, gradients")("backward", passes_of(run, "moe").backward)
 
 
 def gathers(run, sizes):
